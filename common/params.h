@@ -1,0 +1,45 @@
+// The contract between the FFI handlers and the kernels: one plain struct per launch.
+//
+// Words: a sequence is b in [0, batch); its rows of q are cu_seqlens_q[b] .. cu_seqlens_q[b + 1], its rows of k and v
+// are cu_seqlens_k[b] .. cu_seqlens_k[b + 1], and only the first seqused_q[b] (seqused_k[b]) of them count.
+// docs/semantics.md says what the attention of a sequence is.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_varlen {
+
+enum class DType { kF32, kBF16, kF16 };
+
+// Window bounds are in tokens, both ends included; kUnbounded is no bound. Causal is window_right = 0.
+constexpr int64_t kUnbounded = -1;
+
+struct FwdParams {
+  const void* q;                // (total_q, num_heads, head_dim)
+  const void* k;                // (total_k, num_kv_heads, head_dim)
+  const void* v;                // (total_k, num_kv_heads, head_dim_v)
+  const int32_t* cu_seqlens_q;  // (batch + 1,)
+  const int32_t* cu_seqlens_k;  // (batch + 1,)
+  const int32_t* seqused_q;     // (batch,) or null: all rows count
+  const int32_t* seqused_k;     // (batch,) or null: all rows count
+  const float* softmax_scale;   // ()
+  const float* alibi_slopes;    // (num_heads,), (batch, num_heads) or null: no bias
+  const float* sinks;           // (num_heads,) or null: no extra logit
+  void* out;                    // (total_q, num_heads, head_dim_v)
+  float* lse;                   // (num_heads, total_q)
+
+  int64_t total_q;
+  int64_t total_k;
+  int64_t batch;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t head_dim_v;
+  int64_t alibi_batch_stride;  // num_heads when alibi_slopes is (batch, num_heads), else 0
+  int64_t window_left;         // >= 0, or kUnbounded
+  int64_t window_right;        // >= 0, or kUnbounded
+  float softcap;               // 0: none
+  DType dtype;                 // of q, k, v and out
+};
+
+}  // namespace jax_varlen
