@@ -286,7 +286,7 @@ def _check_offset_values(name: str, cu_seqlens: np.ndarray, tokens) -> None:
     total = tokens.shape[0] if tokens is not None and len(tokens.shape) == 3 else None
     if isinstance(total, int) and cu_seqlens[-1] > total:
         raise ValueError(
-            f"{name} must end within the array: {name}[{cu_seqlens.size - 1}] is {cu_seqlens[-1]}, but there are {total} tokens."
+            f"{name} must end within the array: {name}[{cu_seqlens.size - 1}] is {cu_seqlens[-1]} of {total} tokens."
         )
 
 
