@@ -1,0 +1,108 @@
+"""The public function."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from . import primitives, shapes
+
+
+def varlen_attention(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    *,
+    seqused_q=None,
+    seqused_k=None,
+    block_table=None,
+    softmax_scale=None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi_slopes=None,
+    sinks=None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+):
+    r"""Attention of every sequence of a packed batch over its own keys.
+
+    For query row $i$ of sequence $b$, with $len_q$, $len_k$ its lengths and $p = i + len_k - len_q$,
+
+    $$out_i = \sum_j P_{ij} v_j, \qquad P_{ij} = \exp(s_{ij} - lse_i), \qquad lse_i = \log \sum_j \exp(s_{ij})$$
+
+    over the visible keys $j$ of sequence $b$, where $s_{ij} = scale \cdot q_i \cdot k_j$, then
+    $s \leftarrow c \tanh(s / c)$ with a softcap $c$, then $s \leftarrow s - slope \cdot |p - j|$ with ALiBi. With a sink, its
+    logit is one more term of the sum in $lse$. Key $j$ is visible iff $p - left \le j \le p + right$; `causal` caps $right$
+    at 0, so the last query sees all keys (bottom-right alignment).
+
+    **Arguments:**
+
+    - `q`: `(total_q, num_heads, head_dim)`, the tokens of all sequences behind each other; float32, bfloat16 or float16 (on a
+        GPU bfloat16 or float16).
+    - `k`, `v`: `(total_k, num_kv_heads, head_dim)` and `(total_k, num_kv_heads, head_dim_v)`. Query head `h` reads kv head
+        `h // (num_heads // num_kv_heads)`. With `block_table` they are pools of KV blocks
+        `(num_blocks, block_size, num_kv_heads, head_dim[_v])`; these have no kernel yet.
+    - `cu_seqlens_q`: integers `(batch + 1,)`; sequence `b` owns the rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
+        Other rows belong to nobody: their `out` is 0, their `lse` is -inf.
+    - `cu_seqlens_k`: the same for `k` and `v`; by default `cu_seqlens_q`.
+    - `seqused_q`, `seqused_k`: integers `(batch,)`; only the first `seqused[b]` rows of a sequence count. By default all.
+    - `block_table`: integers `(batch, max_blocks)`; logical block `p` of sequence `b` is pool block `block_table[b, p]`.
+    - `softmax_scale`: a number or a scalar array, by default `head_dim ** -0.5`.
+    - `causal`: a query sees no later key.
+    - `window_size`: `(left, right)` in tokens, both ends included, None (or -1) for no bound. A window of W tokens that ends
+        with the query itself is `(W - 1, 0)`.
+    - `softcap`: a positive number, or None.
+    - `alibi_slopes`: float32 `(num_heads,)` or `(batch, num_heads)`.
+    - `sinks`: `(num_heads,)`, one extra logit per query head that takes part in the denominator only.
+    - `deterministic`: bitwise repeatable gradients. The forward pass always is.
+    - `return_lse`: whether to return `lse` too.
+
+    **Returns:** `out (total_q, num_heads, head_dim_v)` in the dtype of `q`; with `return_lse`, `(out, lse)` with
+    `lse (num_heads, total_q)` in float32, natural logarithm. A query that sees no key has `out` 0 and `lse` -inf (with a sink:
+    `lse` is the sink).
+
+    **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
+    build or platform cannot do. Wrong values in offsets are errors on CPU, and at trace time for NumPy arrays; on a GPU they
+    are clamped and never read or write outside the arrays.
+
+    No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
+    tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
+    arXiv:2309.17453, as a learnt logit per head.
+
+    !!! example
+
+        ```python
+        lengths = jnp.array([3, 500, 41])
+        out = jax_varlen.varlen_attention(q, k, v, jax_varlen.cu_seqlens_from_lengths(lengths), causal=True)
+        ```
+    """
+    del deterministic  # The forward pass gives the same bits in any case.
+    offsets = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "block_table": block_table,
+    }
+    ops = {"q": _array("q", q), "k": _array("k", k), "v": _array("v", v)}
+    ops |= {name: shapes.as_int32(name, x) for name, x in offsets.items() if x is not None}
+    if softmax_scale is not None:
+        ops["softmax_scale"] = shapes.scale_value(softmax_scale)
+    if alibi_slopes is not None:
+        ops["alibi_slopes"] = shapes.as_slopes(alibi_slopes)
+    if sinks is not None:
+        ops["sinks"] = shapes.as_float32("sinks", sinks)
+    left, right = shapes.window_bounds(window_size, causal)
+    softcap = shapes.softcap_value(softcap)
+    shapes.check_values(ops)
+    out, lse = primitives.fwd(ops, window_left=left, window_right=right, softcap=softcap)
+    return (out, lse) if return_lse else out
+
+
+def _array(name: str, x) -> jax.Array:
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
+    return jax.numpy.asarray(x)

@@ -1,0 +1,113 @@
+"""The compiled modules: loads them, registers their FFI targets, and says what they can do. Nothing here starts a backend."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+
+MIN_JAXLIB = (0, 10, 0)
+CUDA_MAX_HEAD_DIM = 256
+CUDA_MIN_TILE_M = 64
+
+
+def _load(name: str) -> ModuleType | None:
+    """The compiled module, or None where it was not built."""
+    if not any(Path(__file__).parent.glob(f"{name}.*")):
+        return None
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _register(module: ModuleType | None, platform: str) -> None:
+    if module is None:
+        return
+    for target, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+
+
+def _require_jaxlib() -> None:
+    """A handler runs only under a jaxlib at least as new as its headers; XLA itself would fail later, and in other words."""
+    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+    if version < MIN_JAXLIB:
+        wanted = ".".join(map(str, MIN_JAXLIB))
+        raise ImportError(
+            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.__version__}. Install it: pip install 'jax>={wanted}'."
+        )
+
+
+_require_jaxlib()
+_cpu = _load("_cpu")
+_cuda = _load("_cuda")
+_register(_cpu, "cpu")
+_register(_cuda, "CUDA")
+
+
+def check_cuda(dtype) -> None:
+    """Raises NotImplementedError where the CUDA kernels cannot take a call."""
+    if dtype == np.float32:
+        raise NotImplementedError(
+            "The CUDA kernels take bfloat16 and float16, got float32. Cast q, k and v: q.astype(jnp.bfloat16). "
+            "jax_varlen.reference.varlen_attention computes float32 on a GPU, for small inputs."
+        )
+    if _cuda is None and _has_gpu():
+        raise NotImplementedError(
+            "This build of jax_varlen has no CUDA kernels. Install it again with nvcc on the PATH and JAX_VARLEN_CUDA=ON."
+        )
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+def cuda_workspace(q_shape: tuple[int, ...], cu_seqlens_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """The work list of the CUDA kernels: a count, then (sequence, first row) for every tile there may be.
+
+    A sequence has at most one tile that is not full; the rows before the first and after the last sequence count as two more.
+    """
+    tiles = q_shape[0] // CUDA_MIN_TILE_M + cu_seqlens_shape[0] + 1
+    return jax.ShapeDtypeStruct((2 + 2 * tiles,), np.int32)
+
+
+def info() -> dict[str, Any]:
+    """Which kernels this build holds, and which one a call on the default device takes.
+
+    **Returns:** a dict with `version`, `jax`, `jaxlib` (versions), `platform` and `device` (of the default device), `cpu` and
+    `cuda` (`built`, `ffi_api_version` and what else the module tells of itself) and `path`, the kernel in words.
+    """
+    from . import __version__
+
+    device = jax.devices()[0]
+    return {
+        "version": __version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "cpu": _describe(_cpu, "isa"),
+        "cuda": _describe(_cuda, "architectures"),
+        "path": _path(device.platform),
+    }
+
+
+def _describe(module: ModuleType | None, fact: str) -> dict[str, Any]:
+    if module is None:
+        return {"built": False}
+    return {"built": True, "ffi_api_version": module.ffi_api_version(), fact: getattr(module, fact)()}
+
+
+def _path(platform: str) -> str:
+    if platform == "cpu" and _cpu is not None:
+        return f"C++ kernel, {_cpu.isa()}"
+    if platform == "gpu" and _cuda is not None:
+        return "CUDA kernel, portable family (fwd_sm80)"
+    return "pure JAX, in tiles"

@@ -1,0 +1,302 @@
+"""Every rule that a call of `varlen_attention` must keep, and the sentence that says how to mend a call that does not.
+
+`check_operands` holds the rules of shapes and dtypes; the primitive's abstract evaluation runs it, so the same error is
+raised in eager code, under `jit`, `grad` and `eval_shape`. The other functions turn one static option each into its
+normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+MAX_HEAD_DIM = 512
+DTYPES = ("float32", "bfloat16", "float16")
+UNBOUNDED = -1
+_INT32_MAX = 2**31 - 1
+
+
+def check_operands(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError unless the operands, by name, are those of one attention call.
+
+    `ops` maps names of `varlen_attention`'s array arguments to anything with `shape` and `dtype`; absent ones are left out.
+    """
+    _check_qkv(ops["q"], ops["k"], ops["v"], paged="block_table" in ops)
+    _check_dtypes(ops["q"], ops["k"], ops["v"])
+    batch = _check_offsets(ops)
+    for name in ("seqused_q", "seqused_k"):
+        if name in ops:
+            _check_seqused(name, ops[name], batch)
+    if "block_table" in ops:
+        _check_paged(ops, batch)
+    num_heads = ops["q"].shape[1]
+    if "alibi_slopes" in ops:
+        _check_alibi_slopes(ops["alibi_slopes"], batch, num_heads)
+    if "sinks" in ops and ops["sinks"].shape != (num_heads,):
+        raise ValueError(
+            f"sinks must have shape (num_heads,) = ({num_heads},), one logit per query head, got {ops['sinks'].shape}."
+        )
+    if "softmax_scale" in ops and ops["softmax_scale"].shape != ():
+        raise ValueError(
+            f"softmax_scale must be a scalar, got shape {ops['softmax_scale'].shape}. A scale per head goes into q: "
+            "q * scale[:, None], with softmax_scale=1.0."
+        )
+
+
+def _check_qkv(q, k, v, *, paged: bool) -> None:
+    if len(q.shape) != 3:
+        raise ValueError(
+            f"q must have rank 3 (total_q, num_heads, head_dim), got rank {len(q.shape)} {q.shape}.{_padded_hint(q.shape)}"
+        )
+    for name, x in (("k", k), ("v", v)):
+        _check_kv_rank(name, x, paged=paged)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k and v must agree in all but the last dimension (head_dim_v may differ), got k {k.shape} and v {v.shape}."
+        )
+    if q.shape[2] != k.shape[-1]:
+        raise ValueError(
+            f"q and k must have the same head_dim, got q {q.shape} with head_dim {q.shape[2]} and k {k.shape} with "
+            f"head_dim {k.shape[-1]}. Only v may differ (head_dim_v)."
+        )
+    _check_heads(q, k)
+    for name, x in (("q and k", q), ("v", v)):
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"head_dim of {name} must be between 1 and {MAX_HEAD_DIM}, got {x.shape[-1]} in {x.shape}.")
+
+
+def _padded_hint(shape: tuple[int, ...]) -> str:
+    if len(shape) != 4 or not all(isinstance(n, int) for n in shape):
+        return " Tokens of all sequences stand behind each other in one axis, with no batch axis."
+    batch, seqlen, heads, head_dim = shape
+    offsets = ", ".join(str(b * seqlen) for b in range(min(batch, 3) + 1)) + (", ..." if batch > 3 else "")
+    return (
+        f" A padded (batch, seqlen, heads, head_dim) array is packed with q.reshape({batch * seqlen}, {heads}, {head_dim}) "
+        f"and cu_seqlens [{offsets}], or with jax_varlen.pack when lengths differ; (batch, heads, seqlen, head_dim) must be "
+        "transposed first."
+    )
+
+
+def _check_kv_rank(name: str, x, *, paged: bool) -> None:
+    rank, dim = len(x.shape), "head_dim" if name == "k" else "head_dim_v"
+    if paged and rank != 4:
+        raise ValueError(
+            f"{name} must have rank 4 (num_blocks, block_size, num_kv_heads, {dim}) because block_table is given, got rank "
+            f"{rank} {x.shape}. For packed keys (total_k, num_kv_heads, {dim}) leave block_table out."
+        )
+    if not paged and rank != 3:
+        meant = (
+            " A paged KV cache (num_blocks, block_size, num_kv_heads, head_dim) needs block_table as well; a padded batch is "
+            "packed first, like q."
+            if rank == 4
+            else ""
+        )
+        raise ValueError(
+            f"{name} must have rank 3 (total_k, num_kv_heads, {dim}) because block_table is not given, got rank {rank} "
+            f"{x.shape}.{meant}"
+        )
+
+
+def _check_heads(q, k) -> None:
+    num_heads, num_kv_heads = q.shape[1], k.shape[-2]
+    if num_heads == 0 or num_kv_heads == 0:
+        raise ValueError(f"num_heads and num_kv_heads must be at least 1, got q {q.shape} and k {k.shape}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} query heads in q {q.shape} and {num_kv_heads} kv "
+            f"heads in k {k.shape}. Query head h reads kv head h // (num_heads // num_kv_heads)."
+        )
+
+
+def _check_dtypes(q, k, v) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must have one dtype, got q {q.dtype}, k {k.dtype} and v {v.dtype}. Cast them to the same, for example "
+            "with .astype(q.dtype)."
+        )
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q, k and v must be {', '.join(DTYPES)}, got {q.dtype}. Cast them, for example to bfloat16.")
+
+
+def _check_offsets(ops) -> int:
+    """Returns the batch size."""
+    cu_seqlens_q = ops["cu_seqlens_q"]
+    _check_int32("cu_seqlens_q", cu_seqlens_q)
+    if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens_q must have shape (batch + 1,) and at least one entry, got {cu_seqlens_q.shape}. From lengths: "
+            "jax_varlen.cu_seqlens_from_lengths(lengths)."
+        )
+    if "cu_seqlens_k" in ops:
+        cu_seqlens_k = ops["cu_seqlens_k"]
+        _check_int32("cu_seqlens_k", cu_seqlens_k)
+        if cu_seqlens_k.shape != cu_seqlens_q.shape:
+            raise ValueError(
+                "cu_seqlens_k must have the same shape (batch + 1,) as cu_seqlens_q, got "
+                f"{cu_seqlens_k.shape} and {cu_seqlens_q.shape}."
+            )
+    elif "block_table" not in ops and ops["k"].shape[0] != ops["q"].shape[0]:
+        raise ValueError(
+            "cu_seqlens_k may be left out only when q and k hold the same tokens (total_k == total_q), got q "
+            f"{ops['q'].shape} and k {ops['k'].shape}. Give cu_seqlens_k with the offsets of k and v."
+        )
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _check_int32(name: str, x) -> None:
+    if x.dtype != np.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype} {x.shape}.")
+
+
+def _check_seqused(name: str, x, batch: int) -> None:
+    _check_int32(name, x)
+    if x.shape != (batch,):
+        raise ValueError(f"{name} must have shape (batch,) = ({batch},), one length per sequence, got {x.shape}.")
+
+
+def _check_paged(ops, batch: int) -> None:
+    block_table = ops["block_table"]
+    _check_int32("block_table", block_table)
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as cu_seqlens_q has batch + 1 "
+            f"entries, got {block_table.shape}."
+        )
+    if "seqused_k" not in ops and "cu_seqlens_k" not in ops:
+        raise ValueError(
+            "With block_table the lengths of the keys must be given: seqused_k (batch,), or cu_seqlens_k (batch + 1,) whose "
+            "differences are the lengths. Got neither."
+        )
+
+
+def _check_alibi_slopes(slopes, batch: int, num_heads: int) -> None:
+    if slopes.shape not in ((num_heads,), (batch, num_heads)):
+        raise ValueError(
+            f"alibi_slopes must have shape (num_heads,) = ({num_heads},) or (batch, num_heads) = ({batch}, {num_heads}), got "
+            f"{slopes.shape}."
+        )
+
+
+def as_int32(name: str, x) -> jax.Array | np.ndarray:
+    """`x` as int32; a TypeError for anything but integers, since an offset that was rounded is a wrong offset."""
+    array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, None if np.size(x) else np.int32)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(
+            f"{name} must hold integers, got {array.dtype} {array.shape}. Cast it where it is made: {name}.astype(jnp.int32)."
+        )
+    if isinstance(array, np.ndarray) and array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
+        raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
+    return array.astype(np.int32)
+
+
+def as_float32(name: str, x) -> jax.Array | np.ndarray:
+    """`x` as float32; a TypeError for anything but real numbers."""
+    array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x)
+    if not (jax.numpy.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)):
+        raise TypeError(f"{name} must hold real numbers, got {array.dtype} {array.shape}.")
+    return array.astype(np.float32)
+
+
+def as_slopes(x) -> jax.Array | np.ndarray:
+    """`x` if it is float32 (or plain Python numbers): slopes of a lower precision would shift every logit."""
+    array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, np.float32)
+    if array.dtype != np.float32:
+        raise TypeError(
+            f"alibi_slopes must be float32, got {array.dtype} {array.shape}. Cast it: alibi_slopes.astype(jnp.float32)."
+        )
+    return array
+
+
+def window_bounds(window_size, causal: bool) -> tuple[int, int]:
+    """The (left, right) window bounds with UNBOUNDED for no bound and `causal` folded in."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(
+            f"window_size must be a pair (left, right) of token counts, None for no bound, got {window_size!r}. A window of W "
+            "tokens that ends with the query itself is (W - 1, 0)."
+        )
+    left, right = (_window_bound(window_size, side) for side in window_size)
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal must be a Python bool, got {causal!r}: it selects the mask when the call is traced.")
+    return left, 0 if causal else right
+
+
+def _window_bound(window_size, bound) -> int:
+    if bound is None:
+        return UNBOUNDED
+    try:
+        bound = operator.index(bound)
+    except TypeError:
+        raise TypeError(
+            f"window_size must hold Python integers or None, got {window_size!r}: the window is fixed when the call is traced."
+        ) from None
+    if bound < UNBOUNDED:
+        raise ValueError(f"window_size must hold bounds of 0 or more, or None (or -1) for no bound, got {window_size!r}.")
+    return UNBOUNDED if bound >= _INT32_MAX else bound
+
+
+def softcap_value(softcap) -> float:
+    """The softcap as a float, 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, jax.core.Tracer):
+        raise TypeError("softcap must be a Python number, got a traced value: it is fixed when the call is traced.")
+    softcap = float(softcap)
+    if not (softcap > 0 and math.isfinite(softcap)):
+        raise ValueError(f"softcap must be greater than 0 and finite, or None for no cap, got {softcap}.")
+    return softcap
+
+
+def scale_value(softmax_scale) -> jax.Array | np.ndarray:
+    """The scale as a float32 scalar array; a value that is known at trace time must be finite."""
+    scale = as_float32("softmax_scale", softmax_scale)
+    if not isinstance(scale, jax.core.Tracer) and scale.shape == () and not math.isfinite(scale.item()):
+        raise ValueError(f"softmax_scale must be finite, got {scale.item()}.")
+    return scale
+
+
+def check_values(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError where an offset or a length that is a NumPy array has a wrong value.
+
+    Arrays on a device are left alone: to read them would wait for the device. On CPU the kernel checks them.
+    """
+    for side, tokens in (("q", "q"), ("k", "k")):
+        cu_seqlens = ops.get(f"cu_seqlens_{side}")
+        if not isinstance(cu_seqlens, np.ndarray) or cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
+            continue
+        paged = side == "k" and "block_table" in ops
+        _check_offset_values(f"cu_seqlens_{side}", cu_seqlens, None if paged else ops[tokens])
+        _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), np.diff(cu_seqlens))
+
+
+def _check_offset_values(name: str, cu_seqlens: np.ndarray, tokens) -> None:
+    if cu_seqlens[0] < 0:
+        raise ValueError(f"{name} must not be negative: {name}[0] is {cu_seqlens[0]}.")
+    falls = np.flatnonzero(np.diff(cu_seqlens.astype(np.int64)) < 0)
+    if falls.size:
+        b = falls[0] + 1
+        raise ValueError(
+            f"{name} must not decrease: {name}[{b}] is {cu_seqlens[b]} after {name}[{b - 1}] = {cu_seqlens[b - 1]}. "
+            "Offsets are running sums of lengths: jax_varlen.cu_seqlens_from_lengths(lengths)."
+        )
+    total = tokens.shape[0] if tokens is not None and len(tokens.shape) == 3 else None
+    if isinstance(total, int) and cu_seqlens[-1] > total:
+        raise ValueError(
+            f"{name} must end within the array: {name}[{cu_seqlens.size - 1}] is {cu_seqlens[-1]} of {total} tokens."
+        )
+
+
+def _check_seqused_values(name: str, seqused, lengths: np.ndarray) -> None:
+    if not isinstance(seqused, np.ndarray) or seqused.shape != lengths.shape:
+        return
+    wrong = np.flatnonzero((seqused < 0) | (seqused > lengths))
+    if wrong.size:
+        b = wrong[0]
+        raise ValueError(
+            f"{name} must be between 0 and the length of its sequence: {name}[{b}] is {seqused[b]}, and sequence {b} has "
+            f"{lengths[b]} tokens."
+        )
