@@ -58,10 +58,10 @@ def fwd(
         out, lse = carry
         b = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
         start = (t - (ends[b] - -(-len_q[b] // tile_q))) * tile_q  # place of the tile's first row in its sequence
-        rows = _Slice.of(first_q[b] + start, tile_q, total_q)
-        place = rows.index - first_q[b]
+        tile_rows = _Slice.of(first_q[b] + start, tile_q, total_q)
+        place = tile_rows.rows - first_q[b]
         inside = (place >= start) & (place < len_q[b])
-        q_tile = rows.read(q, inside).reshape(tile_q, *group, head_dim)
+        q_tile = tile_rows.read(q, inside).reshape(tile_q, *group, head_dim)
         diagonal = place + len_k[b] - len_q[b]
         lo = jnp.zeros_like(place) if left is None else jnp.maximum(diagonal - left, 0)
         hi = len_k[b] if right is None else jnp.minimum(diagonal + right + 1, len_k[b])
@@ -71,7 +71,7 @@ def fwd(
             q_tile, k, v, first_k[b], lo, hi, bias, sinks, softmax_scale=softmax_scale, softcap=softcap
         )
         out_tile = out_tile.reshape(tile_q, num_heads, head_dim_v).astype(out.dtype)
-        return rows.write(out, out_tile, inside), rows.write(lse, lse_tile.reshape(tile_q, num_heads), inside)
+        return tile_rows.write(out, out_tile, inside), tile_rows.write(lse, lse_tile.reshape(tile_q, num_heads), inside)
 
     out, lse = jax.lax.fori_loop(0, ends[-1], tile, (out, lse))
     return out, lse.T
@@ -92,7 +92,7 @@ def _attend(q, k, v, first_k, lo, hi, bias, sinks, *, softmax_scale, softcap):
         row_max, row_sum, acc = state
         start = tile_lo + n * tile_k
         keys = _Slice.of(first_k + start, tile_k, k.shape[0])
-        j = keys.index - first_k
+        j = keys.rows - first_k
         fresh = (j >= start) & (j < tile_hi)
         k_tile, v_tile = (keys.read(x, fresh).astype(jnp.float32) for x in (k, v))
         s = jnp.einsum("mkgd,nkd->kgmn", q, k_tile, precision="highest")
@@ -130,7 +130,7 @@ class _Slice(NamedTuple):
     """A stretch of rows of fixed size that is moved back into the array where it would leave it."""
 
     start: Array  # ()
-    index: Array  # (size,) the rows
+    rows: Array  # (size,)
 
     @classmethod
     def of(cls, start, size: int, total: int) -> _Slice:
@@ -139,11 +139,11 @@ class _Slice(NamedTuple):
 
     def read(self, x, valid):
         """The rows, zero where not valid: 0 * NaN is NaN, so nothing else may enter a product."""
-        rows = jax.lax.dynamic_slice_in_dim(x, self.start, self.index.shape[0])
+        rows = jax.lax.dynamic_slice_in_dim(x, self.start, self.rows.shape[0])
         return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), rows, 0)
 
     def write(self, x, rows, valid):
-        old = jax.lax.dynamic_slice_in_dim(x, self.start, self.index.shape[0])
+        old = jax.lax.dynamic_slice_in_dim(x, self.start, self.rows.shape[0])
         rows = jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), rows, old)
         return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
 

@@ -8,6 +8,7 @@ that are known raise a ValueError; traced ones cannot, and each function says wh
 from __future__ import annotations
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array

@@ -146,8 +146,9 @@ def _contiguous(k, v, block_table, cu_seqlens_k, seqused_k):
         raise ValueError("a block_table needs the lengths of the keys: pass seqused_k or cu_seqlens_k.")
     batch, max_blocks = block_table.shape
     capacity = max_blocks * k.shape[1]
-    lengths = [jnp.diff(x) if x is cu_seqlens_k else x for x in (cu_seqlens_k, seqused_k) if x is not None]
-    seqused_k = lengths[0] if len(lengths) == 1 else jnp.minimum(lengths[0], lengths[1])
+    if cu_seqlens_k is not None:
+        lengths = jnp.diff(cu_seqlens_k)
+        seqused_k = lengths if seqused_k is None else jnp.minimum(lengths, seqused_k)
     k, v = (jnp.take(x, block_table.reshape(-1), axis=0, mode="clip") for x in (k, v))
     k, v = (x.reshape(batch * capacity, *x.shape[2:]) for x in (k, v))
     return k, v, jnp.arange(batch + 1, dtype=jnp.int32) * capacity, seqused_k

@@ -40,9 +40,7 @@ def show_mask(
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError(
-            'show_mask draws with matplotlib, which is not installed: pip install "jax-varlen[plot]".'
-        ) from error
+        raise ImportError('show_mask draws with matplotlib, which is not installed: pip install "jax-varlen[plot]".') from error
     left, right = shapes.window_bounds(window_size, causal)
     cu_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     cu_k = cu_q if cu_seqlens_k is None else _offsets("cu_seqlens_k", cu_seqlens_k)
