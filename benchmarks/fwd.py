@@ -85,9 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def release() -> None:
-    """Gives back the arrays and programs of a workload before the next one needs the memory."""
+    """Gives back the arrays of a workload before the next one needs the memory."""
     gc.collect()
-    jax.clear_caches()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

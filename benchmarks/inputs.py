@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,14 @@ def num_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Comparison(NamedTuple):
+    error: float
+    """The relative error in the rows whose truth is known. It is 1 for zeros."""
+    finite: bool
+    difference: float
+    """The relative difference from our result, in all rows."""
+
+
 class Truth:
     """Attention in float64 of some rows of a batch, among them the ends of its longest and its shortest sequence."""
 
@@ -85,15 +94,15 @@ class Truth:
         p = np.exp(self.inputs.softmax_scale * (s - s.max(-1, keepdims=True)))
         return p / p.sum(-1, keepdims=True) @ v[keys, kv_head].astype(np.float64)
 
-    def error(self, packed: jax.Array) -> float:
-        """The relative error of a packed result on these rows. It is 1 for zeros, nan where anything is nan."""
-        rows = np.asarray(packed[self.rows]).astype(np.float64)
+    def compare(self, packed: jax.Array, ours: jax.Array) -> Comparison:
+        """What is to be known of a packed result before it is timed."""
+        rows, finite, apart = _facts(packed, ours, self.rows)
+        rows = np.asarray(rows).astype(np.float64)
         heads = np.stack([row[self._heads(head)] for row, head in zip(rows, self.kv_heads, strict=True)])
-        return float(np.linalg.norm(heads - self.out) / np.linalg.norm(self.out))
+        return Comparison(float(np.linalg.norm(heads - self.out) / np.linalg.norm(self.out)), bool(finite), float(apart))
 
 
 @jax.jit
-def difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The relative difference of two packed results, in all rows."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))
+def _facts(packed, ours, rows):
+    a, b = packed.astype(jnp.float32), ours.astype(jnp.float32)
+    return packed[rows], jnp.isfinite(packed).all(), jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))

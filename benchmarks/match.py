@@ -30,11 +30,14 @@ class Match:
         self.facts: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.names}
         self._ours: jax.Array | None = None
+        self._agreed: dict[str, bool] = {}
         inputs = inputs_of.make(workload, dtype)
         self._truth = inputs_of.Truth(inputs)
         for name in self.names:
             self._admit(name, peers.ours if name == OURS else peers.PEERS[name], inputs, target)
         self._ours = None  # The device needs the memory.
+        if self._agreed and not any(self._agreed.values()):
+            self._exclude_ours()
 
     def _admit(self, name: str, prepare: Callable, inputs: inputs_of.Inputs, target: float) -> None:
         """Prepares a contender. Whatever goes wrong in another library is its reason, and the others go on."""
@@ -54,23 +57,31 @@ class Match:
             self.ready[name] = ready
 
     def _check(self, name: str, packed: jax.Array) -> None:
+        """Refuses a result that is wrong in the sampled rows, not finite anywhere, or not the same as ours."""
         tolerance = inputs_of.TOLERANCE[self.dtype]
-        error = self._truth.error(packed)
-        self.facts[name]["relative_error"] = error
-        if not error < tolerance:
-            self._refuse(name, f"wrong result: relative error {error:.2g} in sampled rows")
+        found = self._truth.compare(packed, packed if self._ours is None else self._ours)
+        self.facts[name]["relative_error"] = found.error
+        if not found.error < tolerance:
+            self._refuse(name, f"wrong result: relative error {found.error:.2g} in sampled rows")
+        if not found.finite:
+            self._refuse(name, "wrong result: not finite")
         if name == OURS:
             self._ours = packed
-        if self._ours is None or name == OURS:
-            return
-        apart = float(inputs_of.difference(self._ours, packed))
-        self.facts[name]["difference_from_ours"] = apart
-        if not apart < 2 * tolerance:
-            self._refuse(name, f"differs from ours: relative error {apart:.2g}")
+        elif self._ours is not None:
+            self.facts[name]["difference_from_ours"] = found.difference
+            self._agreed[name] = found.difference < 2 * tolerance
+            if not self._agreed[name]:
+                self._refuse(name, f"differs from ours: relative error {found.difference:.2g}")
 
     def _refuse(self, name: str, reason: str) -> None:
         self.wrong.append(name)
         raise CannotRun(reason)
+
+    def _exclude_ours(self) -> None:
+        """Peers that each pass the sampled rows and all differ from ours: rather ours is wrong elsewhere."""
+        del self.ready[OURS]
+        self.wrong.append(OURS)
+        self.reasons[OURS] = f"differs from {', '.join(self._agreed)}"
 
     def turn(self, names: Sequence[str]) -> None:
         """One repeat of each contender, behind each other."""
