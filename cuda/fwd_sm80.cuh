@@ -85,11 +85,6 @@ template <typename T, typename Config, int kAtoms>
 __device__ __forceinline__ void AccumulateO(float (&acc_o)[kAtoms][Config::kHeadDim / 8][4],
                                             const float (&acc_s)[kAtoms][Config::kTileN / 8][4], SoftmaxState (&state)[kAtoms],
                                             float exponent_scale, uint32_t tile_v) {
-  // One fragment of V is on its way while the one before it is multiplied.
-  constexpr int kColumns = Config::kHeadDim / 16, kSteps = Config::kTileN / 16 * kColumns;
-  uint32_t fragment_v[2][4];
-  auto load = [&](int i) { LoadBTransposed<Config::kHeadDim>(fragment_v[i % 2], tile_v, i / kColumns * 16, i % kColumns); };
-  load(0);
 #pragma unroll
   for (int kk = 0; kk < Config::kTileN / 16; ++kk) {
     uint32_t fragment_p[kAtoms][4];
@@ -97,13 +92,13 @@ __device__ __forceinline__ void AccumulateO(float (&acc_o)[kAtoms][Config::kHead
     for (int a = 0; a < kAtoms; ++a)
       Probabilities<T>(fragment_p[a], acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], exponent_scale);
 #pragma unroll
-    for (int d = 0; d < kColumns; ++d) {
-      const int i = kk * kColumns + d;
-      if (i + 1 < kSteps) load(i + 1);
+    for (int d = 0; d < Config::kHeadDim / 16; ++d) {
+      uint32_t fragment_v[4];
+      LoadBTransposed<Config::kHeadDim>(fragment_v, tile_v, 16 * kk, d);
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) {
-        ptx::Mma16x8x16<T>(acc_o[a][2 * d], fragment_p[a], fragment_v[i % 2][0], fragment_v[i % 2][1]);
-        ptx::Mma16x8x16<T>(acc_o[a][2 * d + 1], fragment_p[a], fragment_v[i % 2][2], fragment_v[i % 2][3]);
+        ptx::Mma16x8x16<T>(acc_o[a][2 * d], fragment_p[a], fragment_v[0], fragment_v[1]);
+        ptx::Mma16x8x16<T>(acc_o[a][2 * d + 1], fragment_p[a], fragment_v[2], fragment_v[3]);
       }
     }
   }
