@@ -58,8 +58,7 @@ inline bool Equal(Dims dims, std::initializer_list<int64_t> expected) {
 }
 
 inline ffi::Error BadShape(const char* name, Dims got, const std::string& expected) {
-  return ffi::Error::InvalidArgument(std::string(name) + " must have shape " + expected + ", got " + ToString(got) +
-                                     ".");
+  return ffi::Error::InvalidArgument(std::string(name) + " must have shape " + expected + ", got " + ToString(got) + ".");
 }
 
 }  // namespace internal
@@ -70,11 +69,10 @@ const T* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(buffer.untyped_data());
 }
 
-inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q,
-                              Offsets cu_seqlens_k, Offsets seqused_q, Offsets seqused_k, Floats softmax_scale,
-                              Floats alibi_slopes, Floats sinks, ffi::Result<ffi::AnyBuffer> out,
-                              ffi::Result<Floats> lse, int64_t window_left, int64_t window_right, float softcap,
-                              FwdParams* params) {
+inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, Floats sinks,
+                              ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse, int64_t window_left,
+                              int64_t window_right, float softcap, FwdParams* params) {
   using internal::BadShape;
   using internal::Dims;
   using internal::Equal;
@@ -92,15 +90,13 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
     default:
       return ffi::Error::InvalidArgument("q must be float32, bfloat16 or float16.");
   }
-  if (k.element_type() != q.element_type() || v.element_type() != q.element_type() ||
-      out->element_type() != q.element_type())
+  if (k.element_type() != q.element_type() || v.element_type() != q.element_type() || out->element_type() != q.element_type())
     return ffi::Error::InvalidArgument("q, k, v and out must have one dtype.");
 
   const Dims dq = q.dimensions(), dk = k.dimensions(), dv = v.dimensions(), dcu = cu_seqlens_q.dimensions();
   if (dq.size() != 3) return BadShape("q", dq, "(total_q, num_heads, head_dim)");
   if (dk.size() != 3 || dk[2] != dq[2]) return BadShape("k", dk, "(total_k, num_kv_heads, head_dim)");
-  if (dv.size() != 3 || dv[0] != dk[0] || dv[1] != dk[1])
-    return BadShape("v", dv, "(total_k, num_kv_heads, head_dim_v)");
+  if (dv.size() != 3 || dv[0] != dk[0] || dv[1] != dk[1]) return BadShape("v", dv, "(total_k, num_kv_heads, head_dim_v)");
   const int64_t total_q = dq[0], num_heads = dq[1], head_dim = dq[2];
   const int64_t total_k = dk[0], num_kv_heads = dk[1], head_dim_v = dv[2];
   if (num_heads < 1 || num_kv_heads < 1 || num_heads % num_kv_heads != 0)
@@ -122,8 +118,7 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
     return BadShape("sinks", sinks.dimensions(), "(num_heads,)");
   if (!Equal(out->dimensions(), {total_q, num_heads, head_dim_v}))
     return BadShape("out", out->dimensions(), "(total_q, num_heads, head_dim_v)");
-  if (!Equal(lse->dimensions(), {num_heads, total_q}))
-    return BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
+  if (!Equal(lse->dimensions(), {num_heads, total_q})) return BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
 
   params->q = q.untyped_data();
   params->k = k.untyped_data();

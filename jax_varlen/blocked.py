@@ -49,15 +49,19 @@ def fwd(
     first_q, len_q = _sequences(cu_seqlens_q, seqused_q, total_q)
     first_k, len_k = _sequences(cu_seqlens_k, seqused_k, total_k)
     tile_q = _tile_q(total_q, batch)
-    ends = jnp.cumsum(-(-len_q // tile_q), dtype=jnp.int32)  # of each sequence's tiles among all tiles
+    tiles = -(-len_q // tile_q)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)  # of each sequence's tiles among all tiles
+    # Looked up here and not by bisection in the loop: XLA for GPUs (jaxlib 0.11.2) cannot compile a loop whose slices depend
+    # on an inner loop's result. https://github.com/openxla/xla/issues/49299
+    owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles, total_repeat_length=total_q // tile_q + batch)
     group = (num_kv_heads, num_heads // num_kv_heads)
     slopes = None if alibi_slopes is None else jnp.broadcast_to(alibi_slopes, (batch, num_heads)).reshape(batch, *group)
     sinks = None if sinks is None else sinks.reshape(group)
 
     def tile(t, carry):
         out, lse = carry
-        b = jnp.searchsorted(ends, t, side="right").astype(jnp.int32)
-        start = (t - (ends[b] - -(-len_q[b] // tile_q))) * tile_q  # place of the tile's first row in its sequence
+        b = owner[t]
+        start = (t - (ends[b] - tiles[b])) * tile_q  # place of the tile's first row in its sequence
         tile_rows = _Slice.of(first_q[b] + start, tile_q, total_q)
         place = tile_rows.rows - first_q[b]
         inside = (place >= start) & (place < len_q[b])
@@ -73,7 +77,7 @@ def fwd(
         out_tile = out_tile.reshape(tile_q, num_heads, head_dim_v).astype(out.dtype)
         return tile_rows.write(out, out_tile, inside), tile_rows.write(lse, lse_tile.reshape(tile_q, num_heads), inside)
 
-    out, lse = jax.lax.fori_loop(0, ends[-1], tile, (out, lse))
+    out, lse = jax.lax.fori_loop(0, jnp.minimum(ends[-1], owner.size), tile, (out, lse))
     return out, lse.T
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 MIN_JAXLIB = (0, 10, 0)
 CUDA_MAX_HEAD_DIM = 256
-CUDA_MIN_TILE_M = 64
+_CUDA_MIN_TILE_M = 64
+_CUDA_WORDS_PER_TILE = 8
 
 
 def _load(name: str) -> ModuleType | None:
@@ -70,12 +71,12 @@ def _has_gpu() -> bool:
 
 
 def cuda_workspace(q_shape: tuple[int, ...], cu_seqlens_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """The work list of the CUDA kernels: a count, then (sequence, first row) for every tile there may be.
+    """Room for the work list of the CUDA kernels: a count, and every tile of q that there may be.
 
-    A sequence has at most one tile that is not full; the rows before the first and after the last sequence count as two more.
+    No sequence has more than one tile that is not full; rows of nobody may stand before the first and after the last sequence.
     """
-    tiles = q_shape[0] // CUDA_MIN_TILE_M + cu_seqlens_shape[0] + 1
-    return jax.ShapeDtypeStruct((2 + 2 * tiles,), np.int32)
+    tiles = q_shape[0] // _CUDA_MIN_TILE_M + cu_seqlens_shape[0] + 1
+    return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
 
 
 def info() -> dict[str, Any]:

@@ -1,0 +1,291 @@
+// The forward kernel of the portable family: mma.sync and cp.async, compute capability 8.0 and later.
+//
+// One CTA computes one tile of q rows of one head. Each warp owns 16 rows of every atom of the tile; K and V pass through
+// shared memory from right to left, while the probabilities stay in registers: the accumulator of S = Q K^T, rounded, is the
+// A operand of O += P V.
+#pragma once
+
+#include "params.h"
+#include "schedule.h"
+#include "sequence.cuh"
+#include "softmax.cuh"
+#include "tile_config.h"
+#include "tile_io.cuh"
+
+namespace jax_varlen {
+
+// The fragments of Q, which stay in registers where there is room for them and else are read again for every tile of keys.
+template <typename Config, int kAtoms>
+struct QFragments {
+  uint32_t kept[kAtoms][Config::kQInRegisters ? Config::kHeadDim / 16 : 1][4];
+  uint32_t tile;
+  int row0;  // of the warp
+
+  __device__ __forceinline__ void Load(uint32_t smem_q, int warp_row) {
+    tile = smem_q;
+    row0 = warp_row;
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+        for (int kk = 0; kk < Config::kHeadDim / 16; ++kk) Read(kept[a][kk], a, kk);
+    }
+  }
+
+  __device__ __forceinline__ void Read(uint32_t (&fragment)[4], int a, int kk) const {
+    LoadA<Config::kHeadDim>(fragment, tile, a * Config::kRowsPerAtom + row0, kk);
+  }
+
+  __device__ __forceinline__ void Get(uint32_t (&fragment)[4], int a, int kk) const {
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) fragment[e] = kept[a][kk][e];
+    } else {
+      Read(fragment, a, kk);
+    }
+  }
+};
+
+// acc_s = Q K^T.
+template <typename T, typename Config, int kAtoms>
+__device__ __forceinline__ void ComputeS(float (&acc_s)[kAtoms][Config::kTileN / 8][4], const QFragments<Config, kAtoms>& q,
+                                         uint32_t tile_k) {
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+    for (int n = 0; n < Config::kTileN / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc_s[a][n][e] = 0.f;
+  // The fragments of step kk + 1 are on their way while step kk is multiplied.
+  constexpr int kSteps = Config::kHeadDim / 16;
+  uint32_t fragment_q[2][kAtoms][4], fragment_k[2][Config::kTileN / 16][4];
+  auto load = [&](int kk) {
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) q.Get(fragment_q[kk % 2][a], a, kk);
+#pragma unroll
+    for (int n = 0; n < Config::kTileN / 16; ++n) LoadB<Config::kHeadDim>(fragment_k[kk % 2][n], tile_k, 16 * n, kk);
+  };
+  load(0);
+#pragma unroll
+  for (int kk = 0; kk < kSteps; ++kk) {
+    if (kk + 1 < kSteps) load(kk + 1);
+#pragma unroll
+    for (int n = 0; n < Config::kTileN / 16; ++n) {
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        ptx::Mma16x8x16<T>(acc_s[a][2 * n], fragment_q[kk % 2][a], fragment_k[kk % 2][n][0], fragment_k[kk % 2][n][1]);
+        ptx::Mma16x8x16<T>(acc_s[a][2 * n + 1], fragment_q[kk % 2][a], fragment_k[kk % 2][n][2], fragment_k[kk % 2][n][3]);
+      }
+    }
+  }
+}
+
+// acc_o += P V, where P is exp of the logits in acc_s, rounded to T.
+template <typename T, typename Config, int kAtoms>
+__device__ __forceinline__ void AccumulateO(float (&acc_o)[kAtoms][Config::kHeadDim / 8][4],
+                                            const float (&acc_s)[kAtoms][Config::kTileN / 8][4], SoftmaxState (&state)[kAtoms],
+                                            float exponent_scale, uint32_t tile_v) {
+#pragma unroll
+  for (int kk = 0; kk < Config::kTileN / 16; ++kk) {
+    uint32_t fragment_p[kAtoms][4];
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a)
+      Probabilities<T>(fragment_p[a], acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], exponent_scale);
+#pragma unroll
+    for (int d = 0; d < Config::kHeadDim / 16; ++d) {
+      uint32_t fragment_v[4];
+      LoadBTransposed<Config::kHeadDim>(fragment_v, tile_v, 16 * kk, d);
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        ptx::Mma16x8x16<T>(acc_o[a][2 * d], fragment_p[a], fragment_v[0], fragment_v[1]);
+        ptx::Mma16x8x16<T>(acc_o[a][2 * d + 1], fragment_p[a], fragment_v[2], fragment_v[3]);
+      }
+    }
+  }
+}
+
+// Stores the rows of one atom that the sequence owns. O passes through the warp's own rows of smem_q, so that whole 16-byte
+// chunks reach device memory.
+template <typename T, typename Config>
+__device__ __forceinline__ void StoreAtom(const float (&acc_o)[Config::kHeadDim / 8][4], const SoftmaxState& state,
+                                          const Logits& logits, const FwdParams& p, const Tile& tile, int head, int row0,
+                                          uint32_t smem_rows) {
+  constexpr int kHeadDim = Config::kHeadDim, kChunks = kHeadDim / 8;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int atom_row = lane / 4 + 8 * r, row = row0 + atom_row;
+    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
+    if (row >= tile.q_used) result = {0.f, -INFINITY};
+    if (lane % 4 == 0 && row < tile.q_owned) p.lse[head * p.total_q + tile.q_begin + row] = result.lse;
+#pragma unroll
+    for (int d = 0; d < kChunks; ++d) {
+      const float lo = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r] * result.out_scale;
+      const float hi = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r + 1] * result.out_scale;
+      ptx::StoreShared4(smem_rows + SmemOffset<kHeadDim>(atom_row, d) + lane % 4 * 4, ptx::Pack2<T>(lo, hi));
+    }
+  }
+  __syncwarp();
+  T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim_v;
+  constexpr int kLanesPerRow = kChunks < 32 ? kChunks : 32;
+#pragma unroll
+  for (int i = 0; i < 16 * kChunks / 32; ++i) {
+    const int atom_row = i * (32 / kLanesPerRow) + lane / kLanesPerRow, chunk = lane % kLanesPerRow;
+    if (row0 + atom_row < tile.q_owned && chunk * 8 < p.head_dim_v)
+      *reinterpret_cast<int4*>(out + atom_row * p.num_heads * p.head_dim_v + chunk * 8) =
+          ptx::LoadShared16(smem_rows + SmemOffset<kHeadDim>(atom_row, chunk));
+  }
+}
+
+template <typename T, typename Config, int kAtoms>
+__device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile, int head, uint32_t smem) {
+  const int row0 = tile.row;
+  constexpr int kHeadDim = Config::kHeadDim, kTileN = Config::kTileN, kStages = Config::kStages;
+  constexpr int kRows = kAtoms * Config::kRowsPerAtom;
+  constexpr uint32_t kStageBytes = 2 * kHeadDim * kTileN;
+
+  // Where things are.
+  const uint32_t smem_q = smem, smem_k = smem_q + 2 * kHeadDim * Config::kTileM, smem_v = smem_k + kStages * kStageBytes;
+  const int64_t kv_head = static_cast<int64_t>(tile.k_begin) * p.num_kv_heads + head / (p.num_heads / p.num_kv_heads);
+  const T* gmem_q =
+      static_cast<const T*>(p.q) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim;
+  const T* gmem_k = static_cast<const T*>(p.k) + kv_head * p.head_dim;
+  const T* gmem_v = static_cast<const T*>(p.v) + kv_head * p.head_dim_v;
+  const int warp_row = threadIdx.x / 32 * 16, thread_row = warp_row + threadIdx.x % 32 / 4;
+
+  // Which tiles of keys are seen by any row, and which by all.
+  const KeyRange any = VisibleToAny(p, tile, kRows), all = VisibleToAll(p, tile, kRows);
+  const int n_begin = any.lo / kTileN, n_end = any.lo < any.hi ? (any.hi + kTileN - 1) / kTileN : n_begin;
+  auto copy_k = [&](int n) {
+    const int64_t stride = p.num_kv_heads * p.head_dim;
+    CopyTile<kHeadDim, Config::kThreads, kTileN>(smem_k + n % kStages * kStageBytes, gmem_k + n * kTileN * stride, stride,
+                                                 any.lo - n * kTileN, any.hi - n * kTileN, p.head_dim);
+  };
+  auto copy_v = [&](int n) {
+    const int64_t stride = p.num_kv_heads * p.head_dim_v;
+    CopyTile<kHeadDim, Config::kThreads, kTileN>(smem_v + n % kStages * kStageBytes, gmem_v + n * kTileN * stride, stride,
+                                                 any.lo - n * kTileN, any.hi - n * kTileN, p.head_dim_v);
+  };
+
+  const Logits logits(p, tile, head);
+  float acc_o[kAtoms][kHeadDim / 8][4] = {};
+  SoftmaxState state[kAtoms];
+  QFragments<Config, kAtoms> q;
+
+  if (n_begin < n_end) {
+    CopyTile<kHeadDim, Config::kThreads, kRows>(smem_q, gmem_q, p.num_heads * p.head_dim, 0, tile.q_used - row0, p.head_dim);
+    copy_k(n_end - 1);
+    if constexpr (kStages > 1) copy_v(n_end - 1);
+    ptx::CommitCopies();
+    ptx::WaitCopies<0>();
+    __syncthreads();
+    q.Load(smem_q, warp_row);
+  }
+
+  // A warp whose rows are all beyond the end only copies.
+  const bool active = row0 + warp_row < tile.q_used;
+  for (int n = n_end - 1; n >= n_begin; --n) {
+    float acc_s[kAtoms][kTileN / 8][4];
+
+    // Tile n is there and nobody reads tile n + 1 any more.
+    ptx::WaitCopies<0>();
+    __syncthreads();
+    if constexpr (kStages == 1) {
+      copy_v(n);
+    } else if (n > n_begin) {
+      copy_k(n - 1);
+      copy_v(n - 1);
+    }
+    ptx::CommitCopies();
+
+    if (active) ComputeS<T>(acc_s, q, smem_k + n % kStages * kStageBytes);
+
+    if constexpr (kStages == 1) {
+      ptx::WaitCopies<0>();
+      __syncthreads();
+      if (n > n_begin) copy_k(n - 1);
+      ptx::CommitCopies();
+    }
+
+    if (active) {
+      const int key0 = n * kTileN;
+      if (!logits.plain) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a)
+          TransformLogits(acc_s[a], logits, p.softcap, row0 + a * Config::kRowsPerAtom + thread_row + Shift(tile), key0);
+      }
+      if (key0 < all.lo || key0 + kTileN > all.hi) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a) MaskLogits(acc_s[a], p, tile, row0 + a * Config::kRowsPerAtom + thread_row, key0);
+      }
+      float2 rescale[kAtoms];
+      bool grew = false;
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        rescale[a] = UpdateMax(acc_s[a], state[a], logits.exponent_scale);
+        grew |= rescale[a].x != 1.f || rescale[a].y != 1.f;
+      }
+      if (__any_sync(~0u, grew)) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_o[a][d][e] *= e < 2 ? rescale[a].x : rescale[a].y;
+      }
+      AccumulateO<T, Config>(acc_o, acc_s, state, logits.exponent_scale, smem_v + n % kStages * kStageBytes);
+    }
+  }
+
+#pragma unroll
+  for (int a = 0; a < kAtoms; ++a) {
+    const int tile_row = a * Config::kRowsPerAtom + warp_row;
+    StoreAtom<T, Config>(acc_o[a], state[a], logits, p, tile, head, row0 + tile_row, smem_q + tile_row * 2 * kHeadDim);
+  }
+}
+
+template <typename T, typename Config>
+__global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_kernel(const __grid_constant__ FwdParams p,
+                                                                                      const __grid_constant__ WorkList list) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
+  // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
+  const int64_t items = *list.count * p.num_heads;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    if (threadIdx.x < kWordsPerTile)
+      reinterpret_cast<int32_t*>(&tile)[threadIdx.x] =
+          reinterpret_cast<const int32_t*>(&list.tiles[item / p.num_heads])[threadIdx.x];
+    __syncthreads();
+    const int head = static_cast<int>(item % p.num_heads);
+    if (Config::kAtoms == 1 || tile.q_owned - tile.row <= Config::kRowsPerAtom) {
+      ComputeTile<T, Config, 1>(p, tile, head, ptx::SmemAddress(smem));
+    } else {
+      ComputeTile<T, Config, Config::kAtoms>(p, tile, head, ptx::SmemAddress(smem));
+    }
+    __syncthreads();
+  }
+}
+
+template <typename T, typename Config>
+cudaError_t LaunchFwdSm80As(const FwdParams& params, const WorkList& list, cudaStream_t stream) {
+  constexpr int64_t kMaxGrid = 0x7fffffff;
+  if (cudaError_t error = LaunchSchedule(params, Config::kTileM, Config::kTileN, list, stream)) return error;
+  const auto kernel = fwd_sm80_kernel<T, Config>;
+  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
+    return error;
+  const int64_t items = MaxTiles(params, Config::kTileM) * params.num_heads;
+  const int grid = static_cast<int>(items < kMaxGrid ? items : kMaxGrid);
+  kernel<<<grid, Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t LaunchFwdSm80(const FwdParams& params, const WorkList& list, int smem_bytes, cudaStream_t stream) {
+  const int64_t head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
+  if (head_dim <= 64) return LaunchFwdSm80As<T, FwdTile64>(params, list, stream);
+  if (head_dim <= 128) return LaunchFwdSm80As<T, FwdTile128>(params, list, stream);
+  if (smem_bytes >= FwdTile256Wide::kSmemBytes) return LaunchFwdSm80As<T, FwdTile256Wide>(params, list, stream);
+  return LaunchFwdSm80As<T, FwdTile256>(params, list, stream);
+}
+
+}  // namespace jax_varlen

@@ -1,0 +1,55 @@
+// A tile's facts: whose rows it holds, where they are, and which keys they see.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_varlen {
+
+// One entry of the work list. Rows that belong to nobody make tiles too, with no row used and no key.
+struct alignas(16) Tile {
+  int sequence;
+  int row;      // first row of the tile, within the sequence
+  int q_begin;  // first row of the sequence, in the packed array
+  int q_owned;  // rows up to the next sequence
+  int q_used;   // rows that count
+  int k_begin;  // first key of the sequence, in the packed array
+  int k_used;   // keys that count
+  int pad;
+};
+
+struct KeyRange {
+  int lo, hi;  // keys lo .. hi - 1; none where lo >= hi
+};
+
+__device__ __forceinline__ int Clamp(int64_t x, int64_t lo, int64_t hi) {
+  return static_cast<int>(x < lo ? lo : x > hi ? hi : x);
+}
+
+// The diagonal: query i of the sequence sits at key position i + Shift.
+__device__ __forceinline__ int Shift(const Tile& tile) {
+  return tile.k_used - tile.q_used;
+}
+
+// The keys that query i of the sequence sees.
+__device__ __forceinline__ KeyRange VisibleTo(const FwdParams& p, const Tile& tile, int i) {
+  const int64_t position = static_cast<int64_t>(i) + Shift(tile);
+  return {p.window_left == kUnbounded ? 0 : Clamp(position - p.window_left, 0, INT_MAX),
+          p.window_right == kUnbounded ? tile.k_used : Clamp(position + p.window_right + 1, 0, tile.k_used)};
+}
+
+// The keys that any of the tile's rows sees.
+__device__ __forceinline__ KeyRange VisibleToAny(const FwdParams& p, const Tile& tile, int rows) {
+  const int last = min(tile.row + rows, tile.q_used) - 1;
+  if (last < tile.row) return {0, 0};
+  return {VisibleTo(p, tile, tile.row).lo, VisibleTo(p, tile, last).hi};
+}
+
+// The keys that all of the tile's rows see.
+__device__ __forceinline__ KeyRange VisibleToAll(const FwdParams& p, const Tile& tile, int rows) {
+  return {VisibleTo(p, tile, min(tile.row + rows, tile.q_used) - 1).lo, VisibleTo(p, tile, tile.row).hi};
+}
+
+}  // namespace jax_varlen
