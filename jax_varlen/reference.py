@@ -3,7 +3,6 @@
 Nothing here is shared with the rest of the package, and nothing is fast: each row of q looks at all keys of the batch.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -55,15 +54,15 @@ def varlen_attention(
     left, right = _window(window_size, causal)
     out, lse = _attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
-        left=left, right=right, softcap=softcap,
+        left, right, softcap,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-@partial(jax.jit, static_argnames=("left", "right", "softcap"))
+@jax.jit
 def _attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
-    *, left, right, softcap,
+    left, right, softcap,
 ):  # fmt: skip
     if block_table is not None:
         k, v, cu_seqlens_k, seqused_k = _contiguous(k, v, block_table, cu_seqlens_k, seqused_k)
@@ -76,8 +75,8 @@ def _attention(
     (total_q, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}.")
-    group_size = num_heads // num_kv_heads
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    group_size, batch = num_heads // num_kv_heads, cu_seqlens_q.shape[0] - 1
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     scale = jnp.asarray(head_dim**-0.5 if softmax_scale is None else softmax_scale, dtype)
     slopes = _slopes_of_rows(alibi_slopes, queries.owner, num_heads, dtype)
     sinks = jnp.full(num_heads, -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
@@ -87,7 +86,7 @@ def _attention(
 
         @jax.checkpoint
         def attend_row(q_i, slope, owner, d):
-            seen = (keys.owner == owner) & (d - keys.place <= left) & (keys.place - d <= right)
+            seen = (keys.owner == owner) & (owner < batch) & (d - keys.place <= left) & (keys.place - d <= right)
             k_seen = jnp.where(seen[:, None], k, 0).astype(dtype)
             v_seen = jnp.where(seen[:, None], v, 0).astype(dtype)
             s = scale * jnp.dot(q_i.astype(dtype), k_seen.T, precision="highest")
@@ -107,7 +106,7 @@ def _attention(
 
         return jax.lax.map(lambda row: attend_row(*row), (q, slopes, queries.owner, diagonal), batch_size=8)
 
-    owned = queries.owner < cu_seqlens_q.shape[0] - 1
+    owned = queries.owner < batch
     q_groups = jnp.where(owned[:, None, None], q, 0).reshape(total_q, num_kv_heads, group_size, head_dim)
     groups = (x.swapaxes(0, 1) for x in (q_groups, k, v, slopes.reshape(total_q, num_kv_heads, group_size)))
     out, lse = jax.lax.map(lambda group: attend_group(*group), (*groups, sinks.reshape(num_kv_heads, group_size)))

@@ -163,3 +163,23 @@ CASES = (
     Case("skewed", "one long sequence among short ones", (700, 3, 1, 40, 12, 90), options={"causal": True}),
     Case("batch_993", "more sequences than any fixed table", _lengths(1, 993, 0, 5), None, 2, 1, 16, options={"causal": True}),
 )  # fmt: skip
+
+
+def padded(args, options, *, total=512, batch=9):
+    """The same batch in buffers of one size: rows of NaN that are nobody's, and empty sequences at the end."""
+    q, k, v, *offsets = args
+
+    def rows(x):
+        return np.concatenate([x, np.full((max(total - len(x), 0), *x.shape[1:]), np.nan, x.dtype)])
+
+    def sequences(x, value):
+        return np.concatenate([x, np.full((max(batch - len(x), 0), *x.shape[1:]), value, x.dtype)])
+
+    options = dict(options)
+    for name in ("seqused_q", "seqused_k"):
+        if name in options:
+            options[name] = sequences(options[name], 0)
+    if "alibi_slopes" in options and options["alibi_slopes"].ndim == 2:
+        options["alibi_slopes"] = sequences(options["alibi_slopes"], 0)
+    offsets = [np.concatenate([x, np.full(max(batch + 1 - len(x), 0), x[-1], x.dtype)]) for x in offsets]
+    return (rows(q), rows(k), rows(v), *offsets), options
