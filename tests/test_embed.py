@@ -64,7 +64,7 @@ def test_other_texts_in_the_array_change_nothing(embed, model):
 def test_padded_gives_the_same(embed, model):
     tokens, params = model
     lengths = np.array([len(text) for text in tokens], np.int32)
-    rows = np.stack([np.pad(text, (0, lengths.max() - len(text))) for text in tokens])
+    rows = np.stack([np.pad(text, (0, int(lengths.max()) - len(text))) for text in tokens])
     padded = embed.embed_padded(params, rows, lengths, dtype=DTYPE)
     np.testing.assert_allclose(vectors(embed, params, tokens)[:3], padded, rtol=0, atol=embed.TOLERANCE[DTYPE])
 
