@@ -1,0 +1,171 @@
+"""The definition of the attention in plain jax.numpy: what every kernel is tested against, and what runs anywhere.
+
+Nothing here is shared with the rest of the package, and nothing is fast: each row of q looks at all keys of the batch.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+
+INT32_MAX = 2**31 - 1
+
+
+def varlen_attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_k: ArrayLike | None = None,
+    *,
+    seqused_q: ArrayLike | None = None,
+    seqused_k: ArrayLike | None = None,
+    block_table: ArrayLike | None = None,
+    softmax_scale: ArrayLike | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """The attention of every sequence of a packed batch, as it is defined.
+
+    For row i of a sequence with len_q rows of q and len_k keys, and d = i + len_k - len_q:
+
+        s_j = softmax_scale * dot(q_i, k_j)
+        s_j = softcap * tanh(s_j / softcap)                       (with softcap)
+        s_j = s_j - alibi_slope * |d - j|                         (with alibi_slopes)
+        key j is seen iff d - left <= j <= d + right              (window_size; causal makes right 0)
+        lse = log(sum over seen j of exp(s_j) + exp(sink))        (no exp(sink) without sinks)
+        out = sum over seen j of exp(s_j - lse) * v_j
+
+    A row that sees no key has out 0 and lse = sink, or -inf without sinks. A row that belongs to no sequence has out 0
+    and lse -inf. What a row does not see, NaN and Inf included, reaches neither its result nor a gradient.
+
+    Arguments, shapes and results are those of `jax_varlen.varlen_attention`. It computes in float32, or in float64 for
+    float64 inputs, and lse has that dtype. Everything of floating point is differentiable, paged keys and values too.
+    `deterministic` changes nothing: the result always is.
+    """
+    del deterministic
+    left, right = _window(window_size, causal)
+    out, lse = _attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
+        left=left, right=right, softcap=softcap,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@partial(jax.jit, static_argnames=("left", "right", "softcap"))
+def _attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
+    *, left, right, softcap,
+):  # fmt: skip
+    if block_table is not None:
+        k, v, cu_seqlens_k, seqused_k = _contiguous(k, v, block_table, cu_seqlens_k, seqused_k)
+    elif cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    queries = _rows(cu_seqlens_q, seqused_q, q.shape[0])
+    keys = _rows(cu_seqlens_k, seqused_k, k.shape[0])
+    diagonal = queries.place + (keys.length - queries.length)[queries.owner]
+
+    (total_q, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}.")
+    group_size = num_heads // num_kv_heads
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    scale = jnp.asarray(head_dim**-0.5 if softmax_scale is None else softmax_scale, dtype)
+    slopes = _slopes_of_rows(alibi_slopes, queries.owner, num_heads, dtype)
+    sinks = jnp.full(num_heads, -jnp.inf, dtype) if sinks is None else sinks.astype(dtype)
+
+    def attend_group(q, k, v, slopes, sinks):
+        """The query heads that share a kv head: q (total_q, group_size, head_dim), k and v (total_k, head_dim)."""
+
+        @jax.checkpoint
+        def attend_row(q_i, slope, owner, d):
+            seen = (keys.owner == owner) & (d - keys.place <= left) & (keys.place - d <= right)
+            k_seen = jnp.where(seen[:, None], k, 0).astype(dtype)
+            v_seen = jnp.where(seen[:, None], v, 0).astype(dtype)
+            s = scale * jnp.dot(q_i.astype(dtype), k_seen.T, precision="highest")
+            if softcap is not None:
+                s = softcap * jnp.tanh(s / softcap)
+            s = s - slope[:, None] * jnp.abs(d - keys.place).astype(dtype)[None, :]
+            s = jnp.where(seen[None, :], s, -jnp.inf)
+
+            top = jax.lax.stop_gradient(jnp.maximum(s.max(-1, initial=-jnp.inf), sinks))
+            top = jnp.where(top == -jnp.inf, 0, top)
+            p = jnp.exp(s - top[:, None])
+            total = p.sum(-1) + jnp.exp(sinks - top)
+            sees_nothing = total == 0
+            total = jnp.where(sees_nothing, 1, total)
+            out = jnp.dot(p / total[:, None], v_seen, precision="highest")
+            return out, jnp.where(sees_nothing, -jnp.inf, jnp.log(total) + top)
+
+        return jax.lax.map(lambda row: attend_row(*row), (q, slopes, queries.owner, diagonal), batch_size=8)
+
+    owned = queries.owner < cu_seqlens_q.shape[0] - 1
+    q_groups = jnp.where(owned[:, None, None], q, 0).reshape(total_q, num_kv_heads, group_size, head_dim)
+    groups = (x.swapaxes(0, 1) for x in (q_groups, k, v, slopes.reshape(total_q, num_kv_heads, group_size)))
+    out, lse = jax.lax.map(lambda group: attend_group(*group), (*groups, sinks.reshape(num_kv_heads, group_size)))
+    out = out.swapaxes(0, 1).reshape(total_q, num_heads, v.shape[2])
+    lse = lse.swapaxes(1, 2).reshape(num_heads, total_q)
+    return jnp.where(owned[:, None, None], out, 0).astype(q.dtype), jnp.where(owned[None, :], lse, -jnp.inf)
+
+
+class _Rows(NamedTuple):
+    owner: Array  # (total,) sequence of each row, batch for a row of nobody
+    place: Array  # (total,) place of each row in its sequence
+    length: Array  # (batch + 1,) length of each sequence, 0 for nobody
+
+
+def _rows(cu_seqlens, seqused, total: int) -> _Rows:
+    for name, x in (("cu_seqlens", cu_seqlens), ("seqused", seqused)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} must hold integers, got {x.dtype}.")
+    batch = cu_seqlens.shape[0] - 1
+    cu_seqlens = jnp.clip(cu_seqlens.astype(jnp.int32), 0, total)
+    length = jnp.maximum(jnp.diff(cu_seqlens), 0)
+    if seqused is not None:
+        length = jnp.clip(seqused.astype(jnp.int32), 0, length)
+    length = jnp.append(length, jnp.int32(0))
+
+    row = jnp.arange(total, dtype=jnp.int32)
+    owner = jnp.searchsorted(cu_seqlens, row, side="right").astype(jnp.int32) - 1  # the last sequence that starts here
+    owner = jnp.where(owner < 0, batch, owner)
+    place = row - cu_seqlens[owner]
+    return _Rows(jnp.where(place < length[owner], owner, batch), place, length)
+
+
+def _contiguous(k, v, block_table, cu_seqlens_k, seqused_k):
+    """The keys and values of paged sequences, each in its own stretch of max_blocks * block_size rows."""
+    if seqused_k is None and cu_seqlens_k is None:
+        raise ValueError("a block_table needs the lengths of the keys: pass seqused_k or cu_seqlens_k.")
+    batch, max_blocks = block_table.shape
+    capacity = max_blocks * k.shape[1]
+    if cu_seqlens_k is not None:
+        lengths = jnp.diff(cu_seqlens_k)
+        seqused_k = lengths if seqused_k is None else jnp.minimum(lengths, seqused_k)
+    k, v = (jnp.take(x, block_table.reshape(-1), axis=0, mode="clip") for x in (k, v))
+    k, v = (x.reshape(batch * capacity, *x.shape[2:]) for x in (k, v))
+    return k, v, jnp.arange(batch + 1, dtype=jnp.int32) * capacity, seqused_k
+
+
+def _slopes_of_rows(alibi_slopes, owner, num_heads: int, dtype) -> Array:
+    """(total_q, num_heads)."""
+    if alibi_slopes is None:
+        return jnp.zeros((owner.shape[0], num_heads), dtype)
+    if alibi_slopes.ndim == 1:
+        return jnp.broadcast_to(alibi_slopes.astype(dtype)[None, :], (owner.shape[0], num_heads))
+    return jnp.pad(alibi_slopes.astype(dtype), ((0, 1), (0, 0)))[owner]  # one more row, for nobody
+
+
+def _window(window_size: tuple[int | None, int | None], causal: bool) -> tuple[int, int]:
+    left, right = (-1 if bound is None else int(bound) for bound in window_size)
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size bounds must be None, -1 or at least 0, got {window_size}.")
+    left, right = (INT32_MAX if bound == -1 else min(bound, INT32_MAX) for bound in (left, right))
+    return left, 0 if causal else right
