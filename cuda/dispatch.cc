@@ -15,7 +15,7 @@ cudaError_t SmemBytesPerCta(int* bytes) {
 }  // namespace
 
 int64_t WorkspaceWords(const FwdParams& params) {
-  return kWordsPerTile * (1 + MaxTiles(params, kMinTileM));
+  return kWordsPerTile * (1 + MaxTiles(params.total_q, params.batch, kMinTileM));
 }
 
 cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream) {

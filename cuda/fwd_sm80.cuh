@@ -269,11 +269,13 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_k
 template <typename T, typename Config>
 cudaError_t LaunchFwdSm80As(const FwdParams& params, const WorkList& list, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
-  if (cudaError_t error = LaunchSchedule(params, Config::kTileM, Config::kTileN, list, stream)) return error;
+  if (cudaError_t error =
+          LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, Order::kLongestFirst, list, stream))
+    return error;
   const auto kernel = fwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
-  const int64_t items = MaxTiles(params, Config::kTileM) * params.num_heads;
+  const int64_t items = MaxTiles(params.total_q, params.batch, Config::kTileM) * params.num_heads;
   const int grid = static_cast<int>(items < kMaxGrid ? items : kMaxGrid);
   kernel<<<grid, Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
   return cudaGetLastError();

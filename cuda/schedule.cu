@@ -1,7 +1,8 @@
 // One CTA counts the tiles by cost and then writes them in descending order of cost: a counting sort.
 //
 // The hardware starts CTAs in the order of the list, so the longest tiles start first and short ones fill the gaps (LPT).
-// Ties fall in any order; a tile's result does not depend on it.
+// Ties fall in any order; a tile's result does not depend on it. Where the order matters to the result, Order::kPacked gives
+// every tile a place that follows from the offsets alone.
 #include "schedule.h"
 #include "sequence.cuh"
 
@@ -36,20 +37,41 @@ __device__ __forceinline__ Rows LoadRows(const int32_t* cu_seqlens, const int32_
   return {begin, owned, seqused ? Clamp(seqused[b], 0, owned) : owned};
 }
 
+// What is listed: see LaunchSchedule.
+struct Request {
+  TilesOf side;
+  int rows, other_rows;
+  Order order;
+};
+
 // The first tile of sequence b.
-__device__ __forceinline__ Tile FirstTile(const FwdParams& p, int b) {
-  if (b >= p.batch) {
-    const int first = Clamp(p.cu_seqlens_q[0], 0, p.total_q), last = Clamp(p.cu_seqlens_q[p.batch], 0, p.total_q);
-    return b == p.batch ? Tile{b, 0, 0, first, 0, 0, 0, 0} : Tile{b, 0, last, static_cast<int>(p.total_q) - last, 0, 0, 0, 0};
+__device__ __forceinline__ Tile FirstTile(const FwdParams& p, TilesOf side, int b) {
+  if (b < p.batch) {
+    const Rows q = LoadRows(p.cu_seqlens_q, p.seqused_q, b, p.total_q);
+    const Rows k = LoadRows(p.cu_seqlens_k, p.seqused_k, b, p.total_k);
+    return {b, 0, q.begin, q.owned, q.used, k.begin, k.owned, k.used};
   }
-  const Rows q = LoadRows(p.cu_seqlens_q, p.seqused_q, b, p.total_q);
-  const Rows k = LoadRows(p.cu_seqlens_k, p.seqused_k, b, p.total_k);
-  return {b, 0, q.begin, q.owned, q.used, k.begin, k.used, 0};
+  const bool queries = side == TilesOf::kQueries;
+  const int32_t* cu_seqlens = queries ? p.cu_seqlens_q : p.cu_seqlens_k;
+  const int total = static_cast<int>(queries ? p.total_q : p.total_k);
+  const int first = Clamp(cu_seqlens[0], 0, total), last = Clamp(cu_seqlens[p.batch], 0, total);
+  const int begin = b == p.batch ? 0 : last, owned = b == p.batch ? first : total - last;
+  return queries ? Tile{b, 0, begin, owned, 0, 0, 0, 0} : Tile{b, 0, 0, 0, 0, begin, owned, 0};
 }
 
-__device__ __forceinline__ int CostOf(const FwdParams& p, const Tile& tile, int tile_m, int tile_n) {
-  const KeyRange keys = VisibleToAny(p, tile, tile_m);
-  return keys.lo < keys.hi ? (keys.hi + tile_n - 1) / tile_n - keys.lo / tile_n : 0;
+__device__ __forceinline__ int CostOf(const FwdParams& p, const Request& request, const Tile& tile) {
+  const KeyRange met =
+      request.side == TilesOf::kQueries ? VisibleToAny(p, tile, request.rows) : QueriesOfAny(p, tile, tile.row, request.rows);
+  const int n = request.other_rows;
+  return met.lo < met.hi ? (met.hi + n - 1) / n - met.lo / n : 0;
+}
+
+// The place of a tile in Order::kPacked: tiles of sequence b start at its first row's tile + b + 1, and no place is taken
+// twice.
+__device__ __forceinline__ int64_t PackedPlace(const FwdParams& p, const Request& request, const Tile& tile) {
+  const int begin = request.side == TilesOf::kQueries ? tile.q_begin : tile.k_begin;
+  const int64_t before = tile.sequence == p.batch ? 0 : tile.sequence < p.batch ? tile.sequence + 1 : p.batch + 1;
+  return begin / request.rows + before + tile.row / request.rows;
 }
 
 __device__ __forceinline__ int InclusiveSumOverLanes(int x) {
@@ -61,15 +83,16 @@ __device__ __forceinline__ int InclusiveSumOverLanes(int x) {
   return x;
 }
 
-// Calls visit(tile, bucket) once for every tile. A warp takes 32 sequences at a time and spreads their tiles over its lanes, so
-// that one long sequence and many short ones both keep the lanes busy.
+// Calls visit(tile) once for every tile. A warp takes 32 sequences at a time and spreads their tiles over its lanes, so that
+// one long sequence and many short ones both keep the lanes busy.
 template <typename Visit>
-__device__ void ForEachTile(const FwdParams& p, int tile_m, int tile_n, Visit visit) {
+__device__ void ForEachTile(const FwdParams& p, const Request& request, Visit visit) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t sequences = p.batch + kSequencesOfNobody;
   for (int64_t first = warp * 32; first < sequences; first += kWarps * 32) {
-    const Tile mine = first + lane < sequences ? FirstTile(p, static_cast<int>(first + lane)) : Tile{};
-    const int tiles = mine.q_owned / tile_m + (mine.q_owned % tile_m > 0);
+    const Tile mine = first + lane < sequences ? FirstTile(p, request.side, static_cast<int>(first + lane)) : Tile{};
+    const int owned = request.side == TilesOf::kQueries ? mine.q_owned : mine.k_owned;
+    const int tiles = owned / request.rows + (owned % request.rows > 0);
     const int end = InclusiveSumOverLanes(tiles), total = __shfl_sync(~0u, end, 31);
     for (int base = 0; base < total; base += 32) {
       const int i = base + lane;
@@ -79,24 +102,33 @@ __device__ void ForEachTile(const FwdParams& p, int tile_m, int tile_n, Visit vi
       const int begin = __shfl_sync(~0u, end - tiles, owner);
       Tile tile;
       tile.sequence = static_cast<int>(first) + owner;
-      tile.row = (i - begin) * tile_m;
+      tile.row = (i - begin) * request.rows;
       tile.q_begin = __shfl_sync(~0u, mine.q_begin, owner);
       tile.q_owned = __shfl_sync(~0u, mine.q_owned, owner);
       tile.q_used = __shfl_sync(~0u, mine.q_used, owner);
       tile.k_begin = __shfl_sync(~0u, mine.k_begin, owner);
+      tile.k_owned = __shfl_sync(~0u, mine.k_owned, owner);
       tile.k_used = __shfl_sync(~0u, mine.k_used, owner);
-      tile.pad = 0;
-      if (i < total) visit(tile, BucketOf(CostOf(p, tile, tile_m, tile_n)));
+      if (i < total) visit(tile);
     }
   }
 }
 
-__global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constant__ FwdParams p, int tile_m, int tile_n,
-                                                            const __grid_constant__ WorkList list) {
+__device__ void ListPacked(const FwdParams& p, const Request& request, const WorkList& list) {
+  for (int64_t i = threadIdx.x; i < list.capacity; i += kThreads) list.tiles[i].sequence = -1;
+  if (threadIdx.x == 0) *list.count = static_cast<int>(list.capacity);
+  __syncthreads();
+  ForEachTile(p, request, [&](const Tile& tile) {
+    const int64_t place = PackedPlace(p, request, tile);
+    if (place < list.capacity) list.tiles[place] = tile;
+  });
+}
+
+__device__ void ListLongestFirst(const FwdParams& p, const Request& request, const WorkList& list) {
   __shared__ int next[kBuckets];  // first the number of tiles in the bucket, then where its next tile goes
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) next[i] = 0;
   __syncthreads();
-  ForEachTile(p, tile_m, tile_n, [&](const Tile&, int bucket) { atomicAdd(&next[bucket], 1); });
+  ForEachTile(p, request, [&](const Tile& tile) { atomicAdd(&next[BucketOf(CostOf(p, request, tile))], 1); });
   __syncthreads();
 
   if (threadIdx.x < 32) {
@@ -114,16 +146,27 @@ __global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constan
   }
   __syncthreads();
 
-  ForEachTile(p, tile_m, tile_n, [&](const Tile& tile, int bucket) {
-    const int slot = atomicAdd(&next[bucket], 1);
-    if (0 <= slot && slot < list.capacity) list.tiles[slot] = tile;
+  ForEachTile(p, request, [&](const Tile& tile) {
+    const int place = atomicAdd(&next[BucketOf(CostOf(p, request, tile))], 1);
+    if (0 <= place && place < list.capacity) list.tiles[place] = tile;
   });
+}
+
+__global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constant__ FwdParams p,
+                                                            const __grid_constant__ Request request,
+                                                            const __grid_constant__ WorkList list) {
+  if (request.order == Order::kPacked) {
+    ListPacked(p, request, list);
+  } else {
+    ListLongestFirst(p, request, list);
+  }
 }
 
 }  // namespace
 
-cudaError_t LaunchSchedule(const FwdParams& params, int tile_m, int tile_n, const WorkList& list, cudaStream_t stream) {
-  schedule_kernel<<<1, kThreads, 0, stream>>>(params, tile_m, tile_n, list);
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, Order order, const WorkList& list,
+                           cudaStream_t stream) {
+  schedule_kernel<<<1, kThreads, 0, stream>>>(params, Request{side, rows, other_rows, order}, list);
   return cudaGetLastError();
 }
 

@@ -27,10 +27,19 @@ inline WorkList WorkListIn(int32_t* workspace, int64_t words) {
 
 // The tiles that a batch can have at most: no sequence has more than one tile that is not full, and rows of nobody stand before
 // the first and after the last sequence.
-inline int64_t MaxTiles(const FwdParams& p, int tile_m) {
-  return p.total_q / tile_m + p.batch + 2;
+inline int64_t MaxTiles(int64_t total, int64_t batch, int tile_rows) {
+  return total / tile_rows + batch + 2;
 }
 
-cudaError_t LaunchSchedule(const FwdParams& params, int tile_m, int tile_n, const WorkList& list, cudaStream_t stream);
+enum class TilesOf { kQueries, kKeys };
+enum class Order {
+  kLongestFirst,
+  kPacked,  // as the rows stand in the packed array, with empty entries (sequence < 0) in between
+};
+
+// Lists the tiles of `rows` rows of q or k; what a tile costs is the number of tiles of `other_rows` rows of the other side
+// that it meets.
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, Order order, const WorkList& list,
+                           cudaStream_t stream);
 
 }  // namespace jax_varlen

@@ -8,16 +8,17 @@
 
 namespace jax_varlen {
 
-// One entry of the work list. Rows that belong to nobody make tiles too, with no row used and no key.
+// One entry of the work list: rows of q in the forward pass, keys in the backward pass. Rows that belong to nobody make tiles
+// too, with no row used and nothing to see.
 struct alignas(16) Tile {
   int sequence;
   int row;      // first row of the tile, within the sequence
   int q_begin;  // first row of the sequence, in the packed array
   int q_owned;  // rows up to the next sequence
   int q_used;   // rows that count
-  int k_begin;  // first key of the sequence, in the packed array
-  int k_used;   // keys that count
-  int pad;
+  int k_begin;  // the same for its keys
+  int k_owned;
+  int k_used;
 };
 
 struct KeyRange {
@@ -50,6 +51,14 @@ __device__ __forceinline__ KeyRange VisibleToAny(const FwdParams& p, const Tile&
 // The keys that all of the tile's rows see.
 __device__ __forceinline__ KeyRange VisibleToAll(const FwdParams& p, const Tile& tile, int rows) {
   return {VisibleTo(p, tile, min(tile.row + rows, tile.q_used) - 1).lo, VisibleTo(p, tile, tile.row).hi};
+}
+
+// The queries that see any of the keys key .. key + keys - 1 of the sequence.
+__device__ __forceinline__ KeyRange QueriesOfAny(const FwdParams& p, const Tile& tile, int key, int keys) {
+  const int64_t first = static_cast<int64_t>(key) - Shift(tile), last = static_cast<int64_t>(min(key + keys, tile.k_used)) - 1;
+  if (last < key) return {0, 0};
+  return {p.window_right == kUnbounded ? 0 : Clamp(first - p.window_right, 0, INT_MAX),
+          p.window_left == kUnbounded ? tile.q_used : Clamp(last - Shift(tile) + p.window_left + 1, 0, tile.q_used)};
 }
 
 }  // namespace jax_varlen
