@@ -72,10 +72,12 @@ inline void TileProduct(const uint32_t* a, int64_t a_stride, const float* b, int
   if (RA > 1 && RB > 1) Tiles::template Store<3>(lower + kTileWords, bytes);
 }
 
+constexpr int64_t kLinesPerProduct = 8;
+
 // The product for rows [0, rows) of a and all lanes.
 template <typename Tiles>
 void TileProducts(const uint32_t* a, int64_t a_stride, const float* b, int64_t words, bool from_zero, int64_t rows,
-                  int64_t stride, float* sum) {
+                  int64_t stride, float* sum, Fetcher* fetcher) {
   for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
     const bool two_a = r + kTileRows < rows;
     for (int64_t lane = 0; lane < stride; lane += 2 * kTileWords) {
@@ -83,6 +85,7 @@ void TileProducts(const uint32_t* a, int64_t a_stride, const float* b, int64_t w
       const auto product = two_a ? (two_b ? TileProduct<Tiles, 2, 2> : TileProduct<Tiles, 2, 1>)
                                  : (two_b ? TileProduct<Tiles, 1, 2> : TileProduct<Tiles, 1, 1>);
       product(a + r * a_stride, a_stride, b + lane, words, from_zero, sum + r * stride + lane, stride);
+      fetcher->Some(kLinesPerProduct);
     }
   }
 }
@@ -90,11 +93,10 @@ void TileProducts(const uint32_t* a, int64_t a_stride, const float* b, int64_t w
 template <typename Tiles>
 struct AmxEngine {
   typedef Bf16 Data;
+  typedef Bf16Op Op;
   typedef uint32_t Word;
-  static constexpr int kPair = 2;
   static constexpr int64_t kAlign = 2 * kTileWords;
 
-  static F PackPair(F a, F b) { return Bf16Engine::PackPair(a, b); }
   static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bf16Engine::LoadWords(row, word, dims); }
 
   static int64_t Words(int64_t head_dim) { return RoundUp((head_dim + 1) / 2, kTileWords); }
@@ -124,16 +126,20 @@ struct AmxEngine {
       }
   }
 
-  static void Score(const Strip& strip, const Word* k, int64_t words, int64_t begin, int64_t end, float* s) {
-    TileProducts<Tiles>(k + begin * kChunkWords, kChunkWords, strip.q, words, true, end - begin, strip.stride(),
-                        s + begin * strip.stride());
+  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
+                    float* s, Fetcher* fetcher) {
+    const int64_t stride = strip.stride();
+    TileProducts<Tiles>(k + begin * kChunkWords, kChunkWords, strip.q, words, true, end - begin, stride,
+                        s + begin * stride, fetcher);
+    for (int64_t i = begin * stride; i < end * stride; i += kLanes) Store(s + i, Load(s + i) * scale);
   }
 
-  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end) {
+  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+                         Fetcher* fetcher) {
     const int64_t stride = strip->stride();
     if (!strip->empty) Rescale(strip, OutputRows(dims));
     TileProducts<Tiles>(v + begin, kTileKeys / 2, p + begin * stride, end - begin, strip->empty, OutputRows(dims),
-                        stride, strip->o);
+                        stride, strip->o, fetcher);
   }
 
   static void Rescale(Strip* strip, int64_t dims) {

@@ -2,6 +2,7 @@
 // The vectors come first: everything below is written in them.
 #include "simd_math.h"
 #include "fwd_strip.h"
+#include "fwd_fetch.h"
 #include "fwd_matmul.h"
 #include "fwd_softmax.h"
 #include "fwd_fma.h"

@@ -27,11 +27,9 @@ inline U LoadPairs(const uint16_t* low, const uint16_t* high, int64_t c, int64_t
   return pairs[0] | (pairs[1] << 16);
 }
 
-struct Bf16Engine {
-  typedef Bf16 Data;
+struct Bf16Op {
   typedef uint32_t Word;
   static constexpr int kPair = 2;
-  static constexpr int64_t kAlign = 2;
 
   static F Dot(F acc, F b, uint32_t a) {
     return (F)_mm512_dpbf16_ps((__m512)acc, Bits<__m512bh>(b), Bits<__m512bh>(_mm512_set1_epi32(a)));
@@ -42,6 +40,13 @@ struct Bf16Engine {
     const U high = __builtin_convertvector(Bits<H>(_mm512_cvtneps_pbh((__m512)b)), U);
     return Bits<F>(low | (high << 16));
   }
+};
+
+struct Bf16Engine {
+  typedef Bf16 Data;
+  typedef Bf16Op Op;
+  typedef uint32_t Word;
+  static constexpr int64_t kAlign = 2;
 
   static int64_t Words(int64_t head_dim) { return (head_dim + 1) / 2; }
   static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
@@ -70,13 +75,15 @@ struct Bf16Engine {
     }
   }
 
-  static void Score(const Strip& strip, const Word* k, int64_t words, int64_t begin, int64_t end, float* s) {
-    Scores<Bf16Engine>(strip.vectors, k, strip.q, words, begin, end, s);
+  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
+                    float* s, Fetcher* fetcher) {
+    Scores<Bf16Op>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
-  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end) {
-    Output<Bf16Engine>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
-                       strip->empty ? nullptr : strip->alpha, strip->o);
+  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+                         Fetcher* fetcher) {
+    Output<Bf16Op>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
+                       strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

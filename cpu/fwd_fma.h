@@ -31,14 +31,18 @@ inline F LoadSome(const typename D::T* p, int64_t n) {
   return D::LoadVector(padded);
 }
 
+struct FmaOp {
+  typedef float Word;
+  static constexpr int kPair = 1;  // keys, or dims, to a word
+  static F Dot(F acc, F b, float a) { return acc + b * a; }
+};
+
 template <typename D>
 struct FmaEngine {
   typedef D Data;
+  typedef FmaOp Op;
   typedef float Word;
-  static constexpr int kPair = 1;       // keys, or dims, to a word
   static constexpr int64_t kAlign = 1;  // of the keys that the inner products take at a time
-
-  static F Dot(F acc, F b, float a) { return acc + b * a; }
 
   static int64_t Words(int64_t head_dim) { return head_dim; }
   static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
@@ -65,13 +69,15 @@ struct FmaEngine {
         Store(dst + n * stride + c, LoadSome<D>(v + (n - begin) * row_stride + c, dims - c));
   }
 
-  static void Score(const Strip& strip, const Word* k, int64_t words, int64_t begin, int64_t end, float* s) {
-    Scores<FmaEngine>(strip.vectors, k, strip.q, words, begin, end, s);
+  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
+                    float* s, Fetcher* fetcher) {
+    Scores<FmaOp>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
-  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end) {
-    Output<FmaEngine>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
-                      strip->empty ? nullptr : strip->alpha, strip->o);
+  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+                         Fetcher* fetcher) {
+    Output<FmaOp>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
+                      strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

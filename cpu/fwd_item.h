@@ -62,23 +62,39 @@ void PackTile(const FwdParams& p, const FwdItem& item, int64_t tile, int64_t beg
                 end, v);
 }
 
+// While the tile that ends at key `end` is worked on: the next one, or what follows the last.
+template <typename Engine>
+void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end,
+                 Fetcher* fetcher) {
+  constexpr int64_t kElement = sizeof(typename Engine::Data::T);
+  fetcher->Clear();
+  if (end < key_end) return FetchKeys(p, item, end, Min(end + kTileKeys, key_end), kElement, fetcher);
+  FetchRows(p, item, p.out, p.head_dim_v, kElement, fetcher);
+  if (next == nullptr) return;
+  const int64_t token = next->row_begin / (p.num_heads / p.num_kv_heads);
+  int64_t first = 0;
+  if (p.window_left >= 0) first = Max(first, token + next->len_k - next->len_q - p.window_left);
+  FetchRows(p, *next, p.q, p.head_dim, kElement, fetcher);
+  FetchKeys(p, *next, first, Min(first + kTileKeys, next->len_k), kElement, fetcher);
+}
+
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
 template <typename Engine>
 void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
-                const typename Engine::Word* k, const typename Engine::Word* v, float* s, Strip* strip) {
-  constexpr int64_t kPair = Engine::kPair, kAlign = Engine::kAlign;
+                const typename Engine::Word* k, const typename Engine::Word* v, float* s, Fetcher* fetcher, Strip* strip) {
+  constexpr int64_t kPair = Engine::Op::kPair, kAlign = Engine::kAlign;
   const int64_t stride = strip->stride();
   const int64_t aligned_begin = begin / kAlign * kAlign, aligned_end = RoundUp(end, kAlign);
-  Engine::Score(*strip, k, Engine::Words(p.head_dim), aligned_begin, aligned_end, s);
+  Engine::Score(*strip, k, Engine::Words(p.head_dim), rule.scale, aligned_begin, aligned_end, s, fetcher);
   // Where an odd key shares its word with one that no row sees, the mask makes that one zero.
   const int64_t pair_begin = begin / kPair * kPair, pair_end = RoundUp(end, kPair);
-  Softmax<Engine>(rule, tile, pair_begin, pair_end, s, strip);
+  Softmax<typename Engine::Op>(rule, tile, pair_begin, pair_end, s, strip);
   if constexpr (kAlign > kPair) {
     const size_t word_bytes = stride * sizeof *s;
     memset(s + aligned_begin / kPair * stride, 0, (pair_begin - aligned_begin) / kPair * word_bytes);
     memset(s + pair_end / kPair * stride, 0, (aligned_end - pair_end) / kPair * word_bytes);
   }
-  Engine::Accumulate(strip, v, s, p.head_dim_v, aligned_begin / kPair, aligned_end / kPair);
+  Engine::Accumulate(strip, v, s, p.head_dim_v, aligned_begin / kPair, aligned_end / kPair, fetcher);
   strip->empty = false;
 }
 
@@ -88,7 +104,7 @@ size_t ScratchBytes(const FwdParams& p, int64_t rows) {
 }
 
 template <typename Engine>
-void RunItem(const FwdParams& p, const FwdItem& item, char* scratch) {
+void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
   typedef typename Engine::Word Word;
   const Buffers<Engine> sizes(p);
   const LogitRule rule = MakeLogitRule(p);
@@ -97,6 +113,8 @@ void RunItem(const FwdParams& p, const FwdItem& item, char* scratch) {
   Word* k = Take<Word>(sizes.k_words, &scratch);
   Word* v = Take<Word>(sizes.v_words, &scratch);
   float* s = Take<float>(sizes.s_floats, &scratch);
+
+  Fetcher fetcher;
 
   Engine::Begin();
   int64_t key_begin = item.len_k, key_end = 0;
@@ -112,10 +130,11 @@ void RunItem(const FwdParams& p, const FwdItem& item, char* scratch) {
 
   for (int64_t tile = key_begin / kTileKeys * kTileKeys; tile < key_end; tile += kTileKeys) {
     PackTile<Engine>(p, item, tile, Max(key_begin - tile, int64_t{0}), Min(key_end - tile, kTileKeys), k, v);
+    PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, &fetcher);
     for (int64_t i = 0; i < num_strips; ++i) {
       const int64_t begin = Max(strips[i].key_begin - tile, int64_t{0});
       const int64_t end = Min(strips[i].key_end - tile, kTileKeys);
-      if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, strips + i);
+      if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
     }
   }
   for (int64_t i = 0; i < num_strips; ++i)

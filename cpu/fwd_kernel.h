@@ -19,8 +19,9 @@ struct FwdItem {
 };
 
 struct FwdKernel {
-  void (*run)(const FwdParams& params, const FwdItem& item, char* scratch);  // scratch: 64-byte aligned
-  size_t (*scratch_bytes)(const FwdParams& params, int64_t rows);            // for items of up to this many rows
+  // scratch: 64-byte aligned. next: what this thread does afterwards, to be fetched meanwhile, or null.
+  void (*run)(const FwdParams& params, const FwdItem& item, const FwdItem* next, char* scratch);
+  size_t (*scratch_bytes)(const FwdParams& params, int64_t rows);  // for items of up to this many rows
   int64_t strip_rows;
 };
 

@@ -1,6 +1,6 @@
 // The two inner products of a tile, with query rows in the lanes and both results held in registers.
 //
-//   Scores: s[key][row] = sum over d of k[key][d] * q[d][row]        Output: o[dim][row] += sum over keys of v * p
+//   Scores: s[key][row] = scale * sum over d of k * q        Output: o[dim][row] += sum over keys of v * p
 //
 // Elements of k and v are broadcast and vectors of q and p are loaded, so k and v are used in the order in which they
 // lie in memory, and maxima and sums over keys never cross lanes. An element is a word of 32 bits: one float, or two
@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kTileKeys = 96;    // keys of a tile
 constexpr int64_t kChunkWords = 64;  // k lies in chunks [key][kChunkWords], so that its row stride is a constant
 
+constexpr int64_t kLinesPerTile = 24;  // asked for during one register tile
+
 // Rows of the register tile beside its vectors of lanes: as many accumulators as the registers hold, and never so few
 // that the latency of a multiply-add shows.
 constexpr int RegisterRows(int vectors) {
@@ -21,7 +23,7 @@ constexpr int RegisterRows(int vectors) {
 }
 
 template <typename Op, int R, int V>
-inline void ScoreTile(const typename Op::Word* k, const float* q, int64_t words, float* s) {
+inline void ScoreTile(const typename Op::Word* k, const float* q, int64_t words, float scale, float* s) {
   F acc[R][V] = {};
   while (words > 0) {
     const int64_t n = Min(words, kChunkWords);
@@ -41,7 +43,7 @@ inline void ScoreTile(const typename Op::Word* k, const float* q, int64_t words,
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int v = 0; v < V; ++v) Store(s + (r * V + v) * kLanes, acc[r][v]);
+    for (int v = 0; v < V; ++v) Store(s + (r * V + v) * kLanes, acc[r][v] * scale);
 }
 
 // alpha rescales what o held; null where o holds nothing yet.
@@ -85,10 +87,13 @@ struct ScoreRows {
   const typename Op::Word* k;
   const float* q;
   int64_t words;
+  float scale;
   float* s;
+  Fetcher* fetcher;
   template <int R>
   void operator()(int64_t key) const {
-    ScoreTile<Op, R, V>(k + key * kChunkWords, q, words, s + key * V * kLanes);
+    ScoreTile<Op, R, V>(k + key * kChunkWords, q, words, scale, s + key * V * kLanes);
+    fetcher->Some(kLinesPerTile);
   }
 };
 
@@ -100,29 +105,31 @@ struct OutputRows {
   int64_t words;
   const float* alpha;
   float* o;
+  Fetcher* fetcher;
   template <int R>
   void operator()(int64_t dim) const {
     OutputTile<Op, R, V>(v + dim, v_stride, p, words, alpha, o + dim * V * kLanes);
+    fetcher->Some(kLinesPerTile);
   }
 };
 
 // s for keys [begin, end) of the tile.
 template <typename Op, int V = kMaxVectors>
-void Scores(int vectors, const typename Op::Word* k, const float* q, int64_t words, int64_t begin, int64_t end,
-            float* s) {
+void Scores(int vectors, const typename Op::Word* k, const float* q, int64_t words, float scale,
+            int64_t begin, int64_t end, float* s, Fetcher* fetcher) {
   if constexpr (V > 1)
-    if (vectors < V) return Scores<Op, V - 1>(vectors, k, q, words, begin, end, s);
-  ForRegisterTiles<RegisterRows(V)>(begin, end, ScoreRows<Op, V>{k, q, words, s});
+    if (vectors < V) return Scores<Op, V - 1>(vectors, k, q, words, scale, begin, end, s, fetcher);
+  ForRegisterTiles<RegisterRows(V)>(begin, end, ScoreRows<Op, V>{k, q, words, scale, s, fetcher});
 }
 
 // o for dims [0, dims), from words [begin, end) of the keys of the tile.
 template <typename Op, int V = kMaxVectors>
 void Output(int vectors, const typename Op::Word* v, int64_t v_stride, const float* p, int64_t begin, int64_t end,
-            int64_t dims, const float* alpha, float* o) {
+            int64_t dims, const float* alpha, float* o, Fetcher* fetcher) {
   if constexpr (V > 1)
-    if (vectors < V) return Output<Op, V - 1>(vectors, v, v_stride, p, begin, end, dims, alpha, o);
+    if (vectors < V) return Output<Op, V - 1>(vectors, v, v_stride, p, begin, end, dims, alpha, o, fetcher);
   ForRegisterTiles<RegisterRows(V)>(
-      0, dims, OutputRows<Op, V>{v + begin * v_stride, v_stride, p + begin * V * kLanes, end - begin, alpha, o});
+      0, dims, OutputRows<Op, V>{v + begin * v_stride, v_stride, p + begin * V * kLanes, end - begin, alpha, o, fetcher});
 }
 
 }  // namespace

@@ -170,10 +170,16 @@ void FwdPlan::RunUnit(int64_t unit, char* scratch) const {
   for (int64_t i = unit_begin_[unit]; i < unit_begin_[unit + 1]; ++i) {
     const Chunk& chunk = chunks_[i / params_.num_kv_heads];
     const int64_t kv_head = i % params_.num_kv_heads;
-    if (chunk.sequence == kNobody)
+    if (chunk.sequence == kNobody) {
       ClearNobody(chunk, kv_head);
-    else
-      kernel_.run(params_, ItemOf(chunk, kv_head), scratch);
+      continue;
+    }
+    // Where the next unit goes to another thread, fetching its first item costs next to nothing.
+    const int64_t next = std::min(i + 1, unit_begin_.back() - 1);
+    const Chunk& next_chunk = chunks_[next / params_.num_kv_heads];
+    const bool fetch = next_chunk.sequence != kNobody;
+    const FwdItem next_item = fetch ? ItemOf(next_chunk, next % params_.num_kv_heads) : FwdItem{};
+    kernel_.run(params_, ItemOf(chunk, kv_head), fetch ? &next_item : nullptr, scratch);
   }
 }
 

@@ -14,7 +14,7 @@ struct IsaChoice {
   std::string error;  // of JAX_VARLEN_CPU_ISA; empty: none
 };
 
-// The highest that the processor and the operating system offer, or the one that JAX_VARLEN_CPU_ISA names.
+// The fastest that the processor and the operating system offer, or the one that JAX_VARLEN_CPU_ISA names.
 const IsaChoice& ChosenIsa();
 const char* IsaName(Isa isa);
 FwdKernel FwdKernelFor(Isa isa, DType dtype);

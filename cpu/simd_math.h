@@ -20,7 +20,7 @@ inline F Exp2(F x) {
                          5.550733744e-02f,
                          9.671512649e-03f,
                          1.326472707e-03f};
-  x = x < -200.0f ? Set(-200.0f) : x;
+  x = -200.0f > x ? Set(-200.0f) : x;  // NaN stays
   const F shifter = x + 0x1.8p23f;  // rint(x) in the low bits
   return Scale(Polynomial(x - (shifter - 0x1.8p23f), c), shifter, x);
 }
