@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -26,7 +28,7 @@ def varlen_attention(
     sinks=None,
     deterministic: bool = False,
     return_lse: bool = False,
-):
+) -> Any:
     r"""Attention of every sequence of a packed batch over its own keys.
 
     For query row $i$ of sequence $b$, with $len_q$, $len_k$ its lengths and $p = i + len_k - len_q$,

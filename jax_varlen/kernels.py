@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,9 +21,20 @@ _CUDA_WORDS_PER_TILE = 8
 
 def _load(name: str) -> ModuleType | None:
     """The compiled module, or None where it was not built."""
-    if not any(Path(__file__).parent.glob(f"{name}.*")):
+    if importlib.util.find_spec(f"{__package__}.{name}") is None:
         return None
     return importlib.import_module(f".{name}", __package__)
+
+
+def _load_cpu() -> ModuleType:
+    """Every build has the CPU module; without it this is the source folder and not an installed package."""
+    module = _load("_cpu")
+    if module is None:
+        raise ImportError(
+            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip install .) "
+            "and run from another folder, or install it editable (pip install -e .)."
+        )
+    return module
 
 
 def _register(module: ModuleType | None, platform: str) -> None:
@@ -43,7 +55,7 @@ def _require_jaxlib() -> None:
 
 
 _require_jaxlib()
-_cpu = _load("_cpu")
+_cpu = _load_cpu()
 _cuda = _load("_cuda")
 _register(_cpu, "cpu")
 _register(_cuda, "CUDA")
@@ -107,7 +119,7 @@ def _describe(module: ModuleType | None, fact: str) -> dict[str, Any]:
 
 
 def _path(platform: str) -> str:
-    if platform == "cpu" and _cpu is not None:
+    if platform == "cpu":
         return f"C++ kernel, {_cpu.isa()}"
     if platform == "gpu" and _cuda is not None:
         return "CUDA kernel, portable family (fwd_sm80)"
