@@ -68,11 +68,8 @@ def _owned(cu_seqlens, seqused, total):
 
 
 def _fill(rng, value, shape, owned, dtype):
-    if callable(value):
-        x = value(rng, shape)
-    else:
-        x = rng.normal(size=shape) if value is None else np.full(shape, value)
-    x = x.astype(dtype)
+    value = _times(1) if value is None else value
+    x = (value(rng, shape) if callable(value) else np.full(shape, value)).astype(dtype)
     x[~owned] = np.nan
     return x
 
@@ -99,7 +96,15 @@ def _lengths(seed, n, low, high):
 
 CASES = (
     # Empty and degenerate.
-    Case("empty_in_the_middle", "an empty sequence between others, more keys than rows", (1, 0, 1), (3, 0, 5), 9, 3, options={"causal": True}),
+    Case(
+        "empty_in_the_middle",
+        "an empty sequence between others, more keys than rows",
+        (1, 0, 1),
+        (3, 0, 5),
+        9,
+        3,
+        options={"causal": True},
+    ),
     Case("empty_first", "all empty but the last, odd GQA, head_dim 120", (0, 0, 0, 1), None, 21, 7, 120),
     Case("empty_but_first", "all empty but the first", (9, 0, 0, 0)),
     Case("no_row_for_keys", "keys of a sequence that has no rows are seen by nobody", (150, 0, 150), (100, 100, 100), 2, 2, 32),
@@ -120,8 +125,16 @@ CASES = (
     Case("tail", "rows behind the last sequence", (3, 4), tail=9, options={"causal": True}),
     Case("gap_and_tail", "rows before the first and behind the last sequence", (70, 3, 65), (5, 130, 64), gap=11, tail=40),
     Case("mostly_tail", "a buffer many times larger than its content", (1, 1, 1, 1, 200), tail=3000, options={"causal": True}),
-    Case("seqused", "padding inside the strides", (8, 8, 8), (8, 8, 8), options={"seqused_q": (5, 0, 7), "seqused_k": (4, 6, 0)}),
-    Case("seqused_long", "lengths that end inside a tile", (300, 300), (300, 300), options={"seqused_q": (257, 1), "seqused_k": (70, 299), "causal": True}),
+    Case(
+        "seqused", "padding inside the strides", (8, 8, 8), (8, 8, 8), options={"seqused_q": (5, 0, 7), "seqused_k": (4, 6, 0)}
+    ),
+    Case(
+        "seqused_long",
+        "lengths that end inside a tile",
+        (300, 300),
+        (300, 300),
+        options={"seqused_q": (257, 1), "seqused_k": (70, 299), "causal": True},
+    ),
     Case("seqused_q_alone", "all keys count, not all rows", (64, 64), options={"seqused_q": (63, 17)}),
     Case("tile_and_one", "one token in a tile of its own", (65, 1), options={"causal": True}),
     Case("whole_tiles", "lengths of exactly a tile", (128, 128), options={"causal": True}),
@@ -130,26 +143,119 @@ CASES = (
     Case("causal_short_k", "5 rows of 2 keys see 0, 0, 0, 1, 2", (5,), (2,), v=_identity, options={"causal": True}),
     Case("window_no_key", "rows 0 to 3 of 8 see nothing of 2 keys", (8,), (2,), options={"window_size": (None, 2)}),
     Case("window_int32_max", "the largest bound is no bound", (8,), (2,), options={"window_size": (2**31 - 1, 2**31 - 1)}),
-    Case("window_near_int32_max", "a bound that overflows when a length is added", (5, 60), (70, 9), options={"window_size": (2**31 - 2, 2**31 - 2)}),
-    Case("window_as_long", "a window as long as the longest sequence is causal", (257, 3, 64), options={"window_size": (257, 0)}),
+    Case(
+        "window_near_int32_max",
+        "a bound that overflows when a length is added",
+        (5, 60),
+        (70, 9),
+        options={"window_size": (2**31 - 2, 2**31 - 2)},
+    ),
+    Case(
+        "window_as_long", "a window as long as the longest sequence is causal", (257, 3, 64), options={"window_size": (257, 0)}
+    ),
     Case("window_one_shorter", "the shortest window that is still causal", (257, 3, 64), options={"window_size": (256, 0)}),
     Case("window_bites", "a window one shorter than that", (257, 3, 64), options={"window_size": (255, 0)}),
     Case("window_self", "each token sees itself alone", (65, 3), options={"window_size": (0, 0)}, v=_identity),
-    Case("window_last_row", "row 9 averages keys 6 to 9", (10,), None, 2, 2, 16, q=0.0, v=_identity, options={"window_size": (3, 0)}),
+    Case(
+        "window_last_row",
+        "row 9 averages keys 6 to 9",
+        (10,),
+        None,
+        2,
+        2,
+        16,
+        q=0.0,
+        v=_identity,
+        options={"window_size": (3, 0)},
+    ),
     Case("window_both_sides", "two-sided, tiles masked on both ends", (300, 50), (200, 170), options={"window_size": (70, 33)}),
     Case("window_right_alone", "no left bound", (100,), (150,), options={"window_size": (None, 5)}),
     Case("window_and_causal", "causal caps the right bound", (130,), (200,), options={"window_size": (40, 7), "causal": True}),
-    Case("window_long_k", "few rows, many keys, a left bound that is no multiple of a tile", (20,), (256,), options={"window_size": (33, None)}),
+    Case(
+        "window_long_k",
+        "few rows, many keys, a left bound that is no multiple of a tile",
+        (20,),
+        (256,),
+        options={"window_size": (33, None)},
+    ),
     Case("window_decode", "the last token with a window", (1, 1), (50, 7), options={"window_size": (7, 0)}),
-    Case("decode", "one row per sequence, keys of all lengths", (1,) * 9, (1, 2, 3, 64, 65, 127, 128, 129, 500), 16, 2, options={"causal": True}),
+    Case(
+        "decode",
+        "one row per sequence, keys of all lengths",
+        (1,) * 9,
+        (1, 2, 3, 64, 65, 127, 128, 129, 500),
+        16,
+        2,
+        options={"causal": True},
+    ),
     Case("chunk", "a chunk of rows at the end of longer keys", (5, 17, 64), (100, 17, 333), options={"causal": True}),
-    Case("alibi_40_heads", "40 heads, lengths that are no multiple of 16", (33, 7, 81), None, 40, 40, 32, alibi="heads", options={"causal": True}),
+    Case(
+        "alibi_40_heads",
+        "40 heads, lengths that are no multiple of 16",
+        (33, 7, 81),
+        None,
+        40,
+        40,
+        32,
+        alibi="heads",
+        options={"causal": True},
+    ),
     Case("alibi_batch", "slopes per sequence, bidirectional, unequal lengths", (50, 3, 70), (60, 90, 10), alibi="batch"),
-    Case("alibi_large_head_dim", "no option is dropped for a large head_dim", (40, 60), None, 2, 1, 256, alibi="heads", sinks="random", options={"softcap": 5.0, "window_size": (20, 9)}),
-    Case("everything", "all options at once", (65, 0, 130, 9), (90, 7, 100, 9), 6, 2, 80, 48, gap=3, tail=5, alibi="batch", sinks="random", options={"softcap": 3.0, "window_size": (50, 20), "softmax_scale": 0.3, "seqused_q": (60, 0, 130, 8), "seqused_k": (90, 5, 99, 0)}),
+    Case(
+        "alibi_large_head_dim",
+        "no option is dropped for a large head_dim",
+        (40, 60),
+        None,
+        2,
+        1,
+        256,
+        alibi="heads",
+        sinks="random",
+        options={"softcap": 5.0, "window_size": (20, 9)},
+    ),
+    Case(
+        "everything",
+        "all options at once",
+        (65, 0, 130, 9),
+        (90, 7, 100, 9),
+        6,
+        2,
+        80,
+        48,
+        gap=3,
+        tail=5,
+        alibi="batch",
+        sinks="random",
+        options={
+            "softcap": 3.0,
+            "window_size": (50, 20),
+            "softmax_scale": 0.3,
+            "seqused_q": (60, 0, 130, 8),
+            "seqused_k": (90, 5, 99, 0),
+        },
+    ),
     # Numbers.
-    Case("far_below_zero", "all logits below -5e4: out is the mean of v", (2,), (2,), q=-300.0, k=300.0, options={"softmax_scale": 0.01}),
-    Case("masked_key_far_above", "a visible logit of -20000 beside masked keys of 0", (4,), (4,), 1, 1, q=100.0, k=_one_far_below, v=_identity, options={"causal": True, "softmax_scale": 1.0}),
+    Case(
+        "far_below_zero",
+        "all logits below -5e4: out is the mean of v",
+        (2,),
+        (2,),
+        q=-300.0,
+        k=300.0,
+        options={"softmax_scale": 0.01},
+    ),
+    Case(
+        "masked_key_far_above",
+        "a visible logit of -20000 beside masked keys of 0",
+        (4,),
+        (4,),
+        1,
+        1,
+        q=100.0,
+        k=_one_far_below,
+        v=_identity,
+        options={"causal": True, "softmax_scale": 1.0},
+    ),
     Case("softcap_saturated", "softcap 10 on logits of 1e4", (40, 9), q=_times(40), k=_times(40), options={"softcap": 10.0}),
     Case("softcap_tiny", "softcap far below the logits", (40, 9), options={"softcap": 0.1, "causal": True}),
     Case("over_float16", "q.k beyond 65504", (30,), q=_times(100), k=_times(100), options={"softmax_scale": 1e-4}),
@@ -162,7 +268,7 @@ CASES = (
     Case("head_dim_v_smaller", "values narrower than keys", (70, 9), None, 4, 2, 192, 128, options={"causal": True}),
     Case("skewed", "one long sequence among short ones", (700, 3, 1, 40, 12, 90), options={"causal": True}),
     Case("batch_993", "more sequences than any fixed table", _lengths(1, 993, 0, 5), None, 2, 1, 16, options={"causal": True}),
-)  # fmt: skip
+)
 
 
 def padded(args, options, *, total=512, batch=9):

@@ -35,10 +35,10 @@ def attention(
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b] + len_q)
         keys = slice(cu_seqlens_k[b], cu_seqlens_k[b] + len_k)
         slopes = alibi_slopes[b] if np.ndim(alibi_slopes) == 2 else alibi_slopes
-        visible = _visible(len_q, len_k, causal, window_size)
-        k_b, v_b = (_per_query_head(_clear(x[keys], ~visible.any(0)).astype(compute), num_heads) for x in (k, v))
+        seen = visible(len_q, len_k, causal, window_size)
+        k_b, v_b = (_per_query_head(_clear(x[keys], ~seen.any(0)).astype(compute), num_heads) for x in (k, v))
         logits = _logits(np.einsum("qhd,khd->hqk", q[rows].astype(compute), k_b) * compute(scale), softcap, slopes)
-        logits[:, ~visible] = -np.inf
+        logits[:, ~seen] = -np.inf
         p, lse[:, rows] = _softmax(logits, sinks)
         if low_precision:
             p = p.astype(dtype).astype(compute)
@@ -62,15 +62,15 @@ def _offset(len_q, len_k):
     return j - (i + len_k - len_q)
 
 
-def _visible(len_q, len_k, causal, window_size):
+def visible(len_q, len_k, causal, window_size):
     offset = _offset(len_q, len_k)
     left, right = (None if bound == -1 else bound for bound in window_size)
-    visible = np.ones((len_q, len_k), bool)
+    result = np.ones((len_q, len_k), bool)
     if left is not None:
-        visible &= offset >= -left
+        result &= offset >= -left
     if right is not None:
-        visible &= offset <= right
-    return visible & (offset <= 0) if causal else visible
+        result &= offset <= right
+    return result & (offset <= 0) if causal else result
 
 
 def _logits(logits, softcap, slopes):

@@ -1,0 +1,115 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import CASES, Case
+
+from jax_varlen import blocked
+
+NAMES = [
+    "empty_in_the_middle",
+    "no_q",
+    "no_k",
+    "no_k_sinks",
+    "no_sequence",
+    "rows_without_keys",
+    "sink_alone",
+    "gap_and_tail",
+    "mostly_tail",
+    "seqused",
+    "seqused_long",
+    "causal_short_k",
+    "window_near_int32_max",
+    "window_both_sides",
+    "window_long_k",
+    "alibi_large_head_dim",
+    "everything",
+    "far_below_zero",
+    "masked_key_far_above",
+    "softcap_saturated",
+    "decode",
+    "batch_993",
+]
+SELECTED = [case for case in CASES if case.name in NAMES]
+
+
+@functools.partial(jax.jit, static_argnames=("window_left", "window_right", "softcap"))
+def _fwd(*args, **options):
+    return blocked.fwd(*args, **options)
+
+
+def attend(q, k, v, cu_q, cu_k=None, **options):
+    left, right = (-1 if bound is None else bound for bound in options.get("window_size", (None, None)))
+    scale = options.get("softmax_scale")
+    return _fwd(
+        *(q, k, v, cu_q, cu_q if cu_k is None else cu_k, options.get("seqused_q"), options.get("seqused_k")),
+        np.float32(q.shape[2] ** -0.5 if scale is None else scale),
+        options.get("alibi_slopes"),
+        options.get("sinks"),
+        window_left=left,
+        window_right=0 if options.get("causal") else right,
+        softcap=options.get("softcap") or 0.0,
+    )
+
+
+def test_names_are_cases():
+    assert len(SELECTED) == len(NAMES)
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_cases(case):
+    args, options = case.inputs(jnp.float32)
+    oracle.check(attend(*args, **options), *args, **options)
+
+
+@pytest.mark.parametrize("low_precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [1, 37, 320, 512])
+def test_dtypes_and_head_dims(low_precision, head_dim):
+    case = Case("", "", (70, 3), (150, 9), 4, 2, head_dim, max(head_dim // 2, 1), sinks="random", options={"causal": True})
+    args, options = case.inputs(jnp.dtype(low_precision))
+    oracle.check(attend(*args, **options), *args, **options)
+
+
+def test_nan_in_a_neighbour_and_left_of_the_window_reaches_nothing():
+    case = Case("", "", (20, 9), (300, 40), head_dim=16, options={"window_size": (33, None)})
+    (q, k, v, cu_q, cu_k), options = case.inputs(np.float32)
+    expected = attend(q, k, v, cu_q, cu_k, **options)
+    q, k, v = (x.copy() for x in (q, k, v))
+    q[20:], k[300:], v[300:] = np.nan, np.nan, np.nan
+    k[:247], v[:247] = np.nan, np.nan  # row 0 of 20 sees 300 - 20 - 33 = 247 and later
+    actual = attend(q, k, v, cu_q, cu_k, **options)
+    np.testing.assert_array_equal(actual[0][:20], expected[0][:20])
+    np.testing.assert_array_equal(actual[1][:, :20], expected[1][:, :20])
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [(0, 5, 3, 20), (0, 900, 1000, 2000), (-7, -3, 5, 9), (9, 7, 5, 3), (0, 2**31 - 1, -(2**31), 4)],
+    ids=str,
+)
+def test_wrong_offsets_end_without_a_failure(cu_seqlens):
+    (q, k, v, _), _ = Case("", "", (10, 10, 10), head_dim=16).inputs(np.float32)
+    cu_seqlens = np.array(cu_seqlens, np.int32)
+    out, lse = attend(q, k, v, cu_seqlens, seqused_k=np.array([2**31 - 1, -5, 3], np.int32))
+    assert np.isfinite(np.asarray(out)).all() and not np.isnan(np.asarray(lse)).any()
+
+
+def test_memory_is_linear_in_tokens():
+    def temp_bytes(total):
+        x = jax.ShapeDtypeStruct((total, 4, 64), jnp.float32)
+        cu = jax.ShapeDtypeStruct((2,), jnp.int32)
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        lowered = _fwd.lower(x, x, x, cu, cu, None, None, scale, None, None, window_left=-1, window_right=0, softcap=0.0)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temp_bytes(2048), temp_bytes(4 * 2048)
+    assert large <= 4 * small
+
+
+def test_runs_with_x64():
+    args, options = Case("", "", (40, 3), (50, 9), head_dim=16, sinks="random", alibi="heads").inputs(np.float32)
+    with jax.enable_x64(True):
+        oracle.check(attend(*args, **options), *args, **options)
