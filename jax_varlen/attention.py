@@ -1,11 +1,15 @@
-"""The public function."""
+"""The public function and its derivative."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from . import primitives, shapes
 
@@ -81,7 +85,6 @@ def varlen_attention(
         out = jax_varlen.varlen_attention(q, k, v, jax_varlen.cu_seqlens_from_lengths(lengths), causal=True)
         ```
     """
-    del deterministic  # The forward pass gives the same bits in any case.
     offsets = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -98,13 +101,69 @@ def varlen_attention(
     if sinks is not None:
         ops["sinks"] = shapes.as_float32("sinks", sinks)
     left, right = shapes.window_bounds(window_size, causal)
-    softcap = shapes.softcap_value(softcap)
+    options = Options(left, right, shapes.softcap_value(softcap), bool(deterministic))
     shapes.check_values(ops)
-    out, lse = primitives.fwd(ops, window_left=left, window_right=right, softcap=softcap)
+    out, lse = _attention(options, primitives.same_varying(ops))
     return (out, lse) if return_lse else out
 
 
 def _array(name: str, x) -> jax.Array:
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-    return jax.numpy.asarray(x)
+    return jnp.asarray(x)
+
+
+class Options(NamedTuple):
+    """What is fixed when a call is traced."""
+
+    window_left: int
+    window_right: int
+    softcap: float
+    deterministic: bool
+
+    def of_fwd(self) -> dict[str, Any]:
+        return {name: x for name, x in self._asdict().items() if name != "deterministic"}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options: Options, ops: dict[str, jax.Array]):
+    return primitives.fwd(ops, **options.of_fwd())
+
+
+def _attention_fwd(options: Options, ops):
+    for name, advice in _NO_GRADIENT.items():
+        if name in ops and ops[name].perturbed:
+            raise NotImplementedError(f"{name} has no gradient. {advice}")
+    ops = {name: x.value for name, x in ops.items()}
+    out, lse = primitives.fwd(ops, **options.of_fwd())
+    out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
+    return (out, lse), (ops, out, lse)
+
+
+_NO_GRADIENT = {
+    "alibi_slopes": "Slopes are constants of the model: alibi_slopes=jax.lax.stop_gradient(slopes).",
+    "softmax_scale": "Put a learnt scale into q: varlen_attention(q * scale, ..., softmax_scale=1.0).",
+}
+
+
+def _attention_bwd(options: Options, residuals, cotangents):
+    ops, out, lse = residuals
+    dout, dlse = cotangents
+    dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
+    delta = jnp.einsum("qhd,qhd->hq", dout, out, preferred_element_type=jnp.float32)
+    if not isinstance(dlse, SymbolicZero):
+        delta = delta - dlse
+    grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
+    cotangents = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
+    if "sinks" in ops:
+        cotangents["sinks"] = _sinks_gradient(ops["sinks"], lse, delta)
+    return (cotangents,)
+
+
+def _sinks_gradient(sinks, lse, delta):
+    """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
+    row_gradient = jnp.exp(sinks[:, None] - lse) * delta
+    return -jnp.where(lse == -jnp.inf, 0, row_gradient).sum(1)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 MIN_JAXLIB = (0, 10, 0)
 CUDA_MAX_HEAD_DIM = 256
-_CUDA_MIN_TILE_M = 64
+_CUDA_MIN_TILE = 64
 _CUDA_WORDS_PER_TILE = 8
 
 
@@ -82,13 +82,18 @@ def _has_gpu() -> bool:
         return False
 
 
-def cuda_workspace(q_shape: tuple[int, ...], cu_seqlens_shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Room for the work list of the CUDA kernels: a count, and every tile of q that there may be.
+def cuda_workspace(total: int, batch_and_1: int) -> jax.ShapeDtypeStruct:
+    """Room for the work list of the CUDA kernels: a count, and every tile of q (or k) that there may be.
 
     No sequence has more than one tile that is not full; rows of nobody may stand before the first and after the last sequence.
     """
-    tiles = q_shape[0] // _CUDA_MIN_TILE_M + cu_seqlens_shape[0] + 1
+    tiles = total // _CUDA_MIN_TILE + batch_and_1 + 1
     return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
+
+
+def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int]:
+    """Whose turn it is to add to a tile of dq, for every head and tile."""
+    return q_shape[1], q_shape[0] // _CUDA_MIN_TILE + batch_and_1
 
 
 def info() -> dict[str, Any]:

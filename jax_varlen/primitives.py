@@ -1,4 +1,4 @@
-"""The forward primitive: its abstract evaluation and what it lowers to on each platform.
+"""The forward and the backward primitive: abstract evaluation, and what each lowers to on each platform.
 
 An absent option is an absent operand: `names` lists those that are there, in the order of `OPERANDS`.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from . import blocked, kernels, shapes
 
@@ -29,32 +29,42 @@ OPERANDS = (
     "alibi_slopes",
     "sinks",
 )
+BWD_OPERANDS = (*(name for name in OPERANDS if name not in ("block_table", "sinks")), "dout", "lse", "delta")
 FWD_TARGET = "jax_varlen_fwd_v1"
+BWD_TARGET = "jax_varlen_bwd_v1"
 
 fwd_p = Primitive("jax_varlen_fwd")
 fwd_p.multiple_results = True
+bwd_p = Primitive("jax_varlen_bwd")
+bwd_p.multiple_results = True
 
 
-def fwd(ops: dict[str, Any], *, window_left: int, window_right: int, softcap: float):
+def fwd(ops: dict[str, Any], **options):
     """(out, lse) of the operands in `ops`, by name."""
-    names = tuple(name for name in OPERANDS if ops.get(name) is not None)
-    return fwd_p.bind(
-        *_same_varying(*(ops[name] for name in names)),
-        names=names,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-    )
+    return _bind(fwd_p, OPERANDS, ops, options)
 
 
-def _same_varying(*arrays):
-    """Inside `jax.shard_map`, all operands of a primitive vary over the same mesh axes."""
-    varying = frozenset().union(*(_varying(jax.typeof(x)) for x in arrays))
-    return [_cast_varying(x, varying - _varying(jax.typeof(x))) for x in arrays]
+def bwd(ops: dict[str, Any], **options):
+    """(dq, dk, dv) of the operands in `ops`, by name."""
+    return _bind(bwd_p, BWD_OPERANDS, ops, options)
 
 
-def _varying(aval) -> frozenset:
-    return aval.manual_axis_type.varying
+def _bind(primitive: Primitive, operands: tuple[str, ...], ops: dict[str, Any], options: dict[str, Any]):
+    names = tuple(name for name in operands if ops.get(name) is not None)
+    return primitive.bind(*(ops[name] for name in names), names=names, **options)
+
+
+def same_varying(ops: dict[str, Any]) -> dict[str, Any]:
+    """Inside `jax.shard_map`, all operands of a primitive vary over the same mesh axes.
+
+    Done before the derivative rule, so that the cotangent of a replicated operand is summed over the mesh.
+    """
+    varying = frozenset().union(*(_varying(x) for x in ops.values()))
+    return {name: _cast_varying(x, varying - _varying(x)) for name, x in ops.items()}
+
+
+def _varying(x) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def _cast_varying(x, axes: frozenset):
@@ -62,7 +72,7 @@ def _cast_varying(x, axes: frozenset):
 
 
 @fwd_p.def_abstract_eval
-def _abstract_eval(*avals, names, window_left, window_right, softcap):
+def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
     if "block_table" in ops:
@@ -71,9 +81,15 @@ def _abstract_eval(*avals, names, window_left, window_right, softcap):
             "or gather the blocks of each sequence into packed k and v."
         )
     q, v = ops["q"], ops["v"]
-    out = _like(q, (*q.shape[:2], v.shape[-1]), q.dtype)
-    lse = _like(q, (q.shape[1], q.shape[0]), np.float32)
-    return [out, lse]
+    return [_like(q, (*q.shape[:2], v.shape[-1]), q.dtype), _like(q, (q.shape[1], q.shape[0]), np.float32)]
+
+
+@bwd_p.def_abstract_eval
+def _bwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
+    ops = dict(zip(names, avals, strict=True))
+    shapes.check_operands({name: x for name, x in ops.items() if name in OPERANDS})
+    shapes.check_bwd_operands(ops)
+    return [_like(ops["q"], ops[name].shape, ops[name].dtype) for name in ("q", "k", "v")]
 
 
 def _like(aval, shape, dtype):
@@ -85,13 +101,13 @@ def _like(aval, shape, dtype):
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
-_STATIC = ("names", "window_left", "window_right", "softcap")
-fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=_STATIC))
+fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap")))
+bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap", "deterministic")))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
     """The operands with every default of the call made explicit; what stays absent is None."""
-    ops = {name: ops.get(name) for name in OPERANDS}
+    ops = dict.fromkeys(OPERANDS) | ops
     if ops["cu_seqlens_k"] is None:
         ops["cu_seqlens_k"] = ops["cu_seqlens_q"]
     if ops["softmax_scale"] is None:
@@ -108,44 +124,83 @@ def _lower(path: Callable) -> Callable:
 
 
 def _blocked_fwd(ops, **options):
-    ops = {name: x for name, x in ops.items() if name != "block_table"}
-    return blocked.fwd(**ops, **options)
+    return blocked.fwd(**_without(ops, "block_table"), **options)
+
+
+def _blocked_bwd(ops, *, deterministic, **options):
+    del deterministic  # It always is.
+    return blocked.bwd(**_without(ops, "block_table", "sinks"), **options)
+
+
+def _without(ops, *names):
+    return {name: x for name, x in ops.items() if name not in names}
 
 
 def _cpu_fwd(ops, **options):
-    return _ffi_fwd(ops, [], **options)[:2]
+    q, v = ops["q"], ops["v"]
+    out, lse = _out_and_lse(q, v)
+    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options)
+
+
+def _cpu_bwd(ops, *, deterministic, **options):
+    del deterministic  # It always is.
+    return _ffi_call(BWD_TARGET, [_struct(ops[name]) for name in ("q", "k", "v")], _bwd_operands(ops), options)
 
 
 def _cuda_fwd(ops, **options):
-    head_dim = max(ops["q"].shape[-1], ops["v"].shape[-1])
     kernels.check_cuda(ops["q"].dtype)
-    if head_dim > kernels.CUDA_MAX_HEAD_DIM:
+    if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_fwd(ops, **options)
     head_dim_v = ops["v"].shape[-1]
-    ops = {name: _pad_head_dim(x) if name in ("q", "k", "v") else x for name, x in ops.items()}
-    out, lse, _ = _ffi_fwd(ops, [kernels.cuda_workspace(ops["q"].shape, ops["cu_seqlens_q"].shape)], **options)
+    ops = _pad_head_dims(ops, "q", "k", "v")
+    q, v = ops["q"], ops["v"]
+    results = [*_out_and_lse(q, v), kernels.cuda_workspace(q.shape[0], ops["cu_seqlens_q"].shape[0])]
+    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options)
     return out[..., :head_dim_v], lse
 
 
-def _pad_head_dim(x):
+def _cuda_bwd(ops, *, deterministic, **options):
+    """dq is accumulated in float32, in an array of zeros, and rounded at the end."""
+    kernels.check_cuda(ops["q"].dtype)
+    if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
+        return _blocked_bwd(ops, deterministic=deterministic, **options)
+    head_dim, head_dim_v = ops["q"].shape[-1], ops["v"].shape[-1]
+    ops = _pad_head_dims(ops, "q", "k", "v", "dout")
+    q, k, v = (ops[name] for name in ("q", "k", "v"))
+    batch_and_1 = ops["cu_seqlens_q"].shape[0]
+    dq = jnp.zeros(q.shape, np.float32)
+    turns = jnp.zeros(kernels.cuda_turns(q.shape, batch_and_1) if deterministic else (0,), np.int32)
+    results = [_struct(x) for x in (dq, k, v, turns)] + [kernels.cuda_workspace(k.shape[0], batch_and_1)]
+    operands = [*_bwd_operands(ops), dq, turns]
+    aliases = {len(operands) - 2: 0, len(operands) - 1: 3}
+    dq, dk, dv, *_ = _ffi_call(BWD_TARGET, results, operands, options, input_output_aliases=aliases)
+    dq = (dq * ops["softmax_scale"]).astype(q.dtype)
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
+
+
+def _head_dim(ops) -> int:
+    return max(ops["q"].shape[-1], ops["v"].shape[-1])
+
+
+def _pad_head_dims(ops, *names):
     """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of 8. Zeros change no logit and no other column."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[-1] % 8)))
+    return ops | {name: jnp.pad(ops[name], ((0, 0), (0, 0), (0, -ops[name].shape[-1] % 8))) for name in names}
 
 
-def _ffi_fwd(ops, workspace, *, window_left, window_right, softcap):
-    q, v = ops["q"], ops["v"]
-    results = [
-        jax.ShapeDtypeStruct((*q.shape[:2], v.shape[-1]), q.dtype),
-        jax.ShapeDtypeStruct((q.shape[1], q.shape[0]), np.float32),
-        *workspace,
-    ]
-    call = jax.ffi.ffi_call(FWD_TARGET, results)
-    return call(
-        *(_present(name, ops[name]) for name in OPERANDS if name != "block_table"),
-        window_left=np.int64(window_left),
-        window_right=np.int64(window_right),
-        softcap=np.float32(softcap),
-    )
+def _out_and_lse(q, v):
+    return jax.ShapeDtypeStruct((*q.shape[:2], v.shape[-1]), q.dtype), jax.ShapeDtypeStruct(q.shape[1::-1], np.float32)
+
+
+def _struct(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _fwd_operands(ops):
+    return [_present(name, ops[name]) for name in OPERANDS if name != "block_table"]
+
+
+def _bwd_operands(ops):
+    return [_present(name, ops[name]) for name in BWD_OPERANDS]
 
 
 def _present(name: str, x):
@@ -155,16 +210,22 @@ def _present(name: str, x):
     return jnp.zeros((0,), np.int32 if name.startswith("seqused") else np.float32)
 
 
+def _ffi_call(target: str, results, operands, options, **kwargs):
+    call = jax.ffi.ffi_call(target, results, **kwargs)
+    return call(
+        *operands,
+        window_left=np.int64(options["window_left"]),
+        window_right=np.int64(options["window_right"]),
+        softcap=np.float32(options["softcap"]),
+    )
+
+
 mlir.register_lowering(fwd_p, _lower(_blocked_fwd))
 mlir.register_lowering(fwd_p, _lower(_cpu_fwd), platform="cpu")
 mlir.register_lowering(fwd_p, _lower(_cuda_fwd), platform="cuda")
-
-
-def _no_gradient(*_, **__):
-    raise NotImplementedError(
-        "varlen_attention has no gradient in this version. jax_varlen.reference.varlen_attention is differentiable, for small "
-        "inputs."
-    )
+mlir.register_lowering(bwd_p, _lower(_blocked_bwd))
+mlir.register_lowering(bwd_p, _lower(_cpu_bwd), platform="cpu")
+mlir.register_lowering(bwd_p, _lower(_cuda_bwd), platform="cuda")
 
 
 def _no_vmap(*_, **__):
@@ -174,5 +235,5 @@ def _no_vmap(*_, **__):
     )
 
 
-ad.primitive_jvps[fwd_p] = _no_gradient
 batching.primitive_batchers[fwd_p] = _no_vmap
+batching.primitive_batchers[bwd_p] = _no_vmap

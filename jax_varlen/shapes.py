@@ -182,6 +182,15 @@ def _check_alibi_slopes(slopes, batch: int, num_heads: int) -> None:
         )
 
 
+def check_bwd_operands(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError unless dout, lse and delta are those of a call with the other operands."""
+    q, v = ops["q"], ops["v"]
+    rows = (q.shape[1], q.shape[0])
+    for name, shape in (("dout", (*q.shape[:2], v.shape[-1])), ("lse", rows), ("delta", rows)):
+        if ops[name].shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {ops[name].shape}.")
+
+
 def as_int32(name: str, x) -> jax.Array | np.ndarray:
     """`x` as int32; a TypeError for anything but integers, since an offset that was rounded is a wrong offset."""
     array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, None if np.size(x) else np.int32)
