@@ -31,8 +31,8 @@ def _load_cpu() -> ModuleType:
     module = _load("_cpu")
     if module is None:
         raise ImportError(
-            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip install .) "
-            "and run from another folder, or install it editable (pip install -e .)."
+            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip install "
+            ".) and run from another folder, or install it editable (pip install -e .)."
         )
     return module
 
