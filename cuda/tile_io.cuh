@@ -33,11 +33,34 @@ __device__ __forceinline__ void CopyTile(uint32_t smem, const T* gmem, int64_t r
   }
 }
 
+// Stores the first `rows` of a warp's 16 rows in shared memory, `row_stride` elements apart, in whole 16-byte chunks.
+template <int kHeadDim, typename T>
+__device__ __forceinline__ void StoreRows(T* gmem, int64_t row_stride, int rows, int columns, uint32_t smem_rows) {
+  constexpr int kChunks = kHeadDim / 8;
+  static_assert(kChunks <= 32);
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+#pragma unroll
+  for (int i = 0; i < kChunks / 2; ++i) {
+    const int row = i * (32 / kChunks) + lane / kChunks;
+    if (row < rows && chunk * 8 < columns)
+      *reinterpret_cast<int4*>(gmem + row * row_stride + chunk * 8) =
+          ptx::LoadShared16(smem_rows + SmemOffset<kHeadDim>(row, chunk));
+  }
+}
+
 // A operand: rows row0 .. row0 + 15, columns 16 kk .. 16 kk + 15.
 template <int kHeadDim>
 __device__ __forceinline__ void LoadA(uint32_t (&a)[4], uint32_t tile, int row0, int kk) {
   const int lane = threadIdx.x % 32;
   ptx::LoadMatrix4(a, tile + row0 * (2 * kHeadDim) + SmemOffset<kHeadDim>(lane % 16, 2 * kk + lane / 16));
+}
+
+// A operand from a tile that holds its transpose: rows 16 m .. 16 m + 15, columns (rows of the tile) column0 .. column0 + 15.
+template <int kTileColumns>
+__device__ __forceinline__ void LoadATransposed(uint32_t (&a)[4], uint32_t tile, int m, int column0) {
+  const int lane = threadIdx.x % 32;
+  const int row = lane % 8 + lane / 16 * 8, chunk = 2 * m + lane / 8 % 2;
+  ptx::LoadMatrix4Transposed(a, tile + column0 * (2 * kTileColumns) + SmemOffset<kTileColumns>(row, chunk));
 }
 
 // Two B operands of Q K^T: keys row0 .. row0 + 7 and row0 + 8 .. row0 + 15, columns 16 kk .. 16 kk + 15.
