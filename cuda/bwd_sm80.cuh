@@ -2,10 +2,13 @@
 //
 // One CTA owns a tile of keys of one kv head and meets, step by step, the tiles of q of every query head of the group that see
 // any of them. With S^T = K Q^T and dP^T = V dO^T, keys are the rows of all accumulators, and P^T and dS^T are, in registers,
-// already the A operands of dV += P^T dO and dK += dS^T Q. Half of the warps compute P and dV, the other half dP, dS and dK:
-// both do the same two products, on other tiles, and the exponentials of the one half run beside the products of the other.
-// P passes from thread to thread through shared memory. dS goes there as well, for dQ += dS K, which all warps compute and add
-// to device memory.
+// already the A operands of dV += P^T dO and dK += dS^T Q. Half of the warps compute P and dV, the other half dS and dK: both
+// do the same two products, on other tiles. P passes from thread to thread through shared memory; dS goes there as well, for dQ
+// += dS K, which all warps compute one step later and add to device memory. The two halves do so at different times, so that
+// the exponentials of the one run beside the products of the other:
+//
+//   P warps    S(i)               P(i)   dV(i)           dQ(i - 1)
+//   dS warps   dQ(i - 1)   dP(i)         dS(i)   dK(i)
 #pragma once
 
 #include "params.h"
@@ -23,6 +26,15 @@ namespace jax_varlen {
 struct Turns {
   int32_t* counts;
   int64_t tiles;
+};
+
+// One step of the loop: a tile of q of one query head.
+struct Step {
+  int head, m;
+
+  __device__ __forceinline__ Step Next(const KeyRange& tiles) const {
+    return m + 1 < tiles.hi ? Step{head, m + 1} : Step{head + 1, tiles.lo};
+  }
 };
 
 // The A operand of a step (16 columns) from two atoms of an accumulator.
@@ -52,6 +64,49 @@ __device__ __forceinline__ void MaskTransposed(float (&acc)[kN][4], const FwdPar
   }
 }
 
+// P^T from S^T, in place, for a tile of q whose first row is `query`; `key` is the thread's first. With a softcap, its slope at
+// each logit waits, rounded, where P goes in the exchange between the two halves.
+template <typename T, int kAtoms, int kN>
+__device__ __forceinline__ void ComputeP(float (&acc_s)[kAtoms][kN][4], const FwdParams& p, const Tile& tile,
+                                         const Logits& logits, int key, int query, bool masked, uint32_t smem_lse,
+                                         uint32_t exchange, uint32_t step_bytes) {
+  if (!logits.plain) {
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) {
+      ScaleLogits(acc_s[a], logits, p.softcap);
+      if (p.softcap != 0.f) {
+        const float inverse = 1.f / p.softcap;
+#pragma unroll
+        for (int kk = 0; kk < kN / 2; ++kk) {
+          uint32_t slopes[4];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float x = acc_s[a][2 * kk + e / 2][e % 2 * 2] * inverse,
+                        y = acc_s[a][2 * kk + e / 2][e % 2 * 2 + 1] * inverse;
+            slopes[e] = ptx::Pack2<T>(1.f - x * x, 1.f - y * y);
+          }
+          ptx::StoreShared16(exchange + (a * (kN / 2) + kk) * step_bytes, slopes);
+        }
+      }
+      AddAlibi(acc_s[a], logits, key + 16 * a - (query + Shift(tile)));
+    }
+  }
+  if (masked) {
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a) MaskTransposed(acc_s[a], p, tile, key + 16 * a, query);
+  }
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float2 lse = ptx::LoadSharedFloat2(smem_lse + 32 * n);
+    // A query that sees no key has lse -inf, and no probability.
+    const float shift[2] = {lse.x == -INFINITY ? -INFINITY : -lse.x * kLog2e, lse.y == -INFINITY ? -INFINITY : -lse.y * kLog2e};
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc_s[a][n][e] = ptx::Exp2(fmaf(acc_s[a][n][e], logits.exponent_scale, shift[e % 2]));
+  }
+}
+
 template <typename T, typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __grid_constant__ BwdParams params,
                                                                        const __grid_constant__ WorkList list,
@@ -59,162 +114,181 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
   constexpr int kHeadDim = Config::kHeadDim, kTileM = Config::kTileM, kTileN = Config::kTileN, kAtoms = Config::kAtoms;
   constexpr int kStages = Config::kStages, kThreads = Config::kThreads, kGroupThreads = Config::kGroupThreads;
   constexpr uint32_t kBytesK = 2 * kHeadDim * kTileN, kBytesQ = 2 * kHeadDim * kTileM, kBytesP = 2 * kTileM * kTileN;
-  constexpr int kBarrierP = 1;
+  constexpr int kBarrierP = 1, kBarrierTurn = 2;  // and 3; 0 is __syncthreads
   const FwdParams& p = params.fwd;
+  const int num_heads = static_cast<int>(p.num_heads), num_kv_heads = static_cast<int>(p.num_kv_heads);
+  const int head_dim = static_cast<int>(p.head_dim), head_dim_v = static_cast<int>(p.head_dim_v),
+            group_size = num_heads / num_kv_heads;
 
   // Shared memory.
-  extern __shared__ __align__(128) uint8_t smem_base[];
+  extern __shared__ __align__(512) uint8_t smem_base[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;
   const uint32_t smem_k = ptx::SmemAddress(smem_base), smem_v = smem_k + kBytesK, smem_q = smem_v + kBytesK;
   const uint32_t smem_dout = smem_q + kStages * kBytesQ, smem_p = smem_dout + kStages * kBytesQ, smem_ds = smem_p + kBytesP;
-  const uint32_t smem_lse = smem_ds + kBytesP, smem_delta = smem_lse + kStages * kTileM * 4;
+  const uint32_t smem_lse = smem_ds + 2 * kBytesP, smem_delta = smem_lse + kStages * kTileM * 4;
 
   // Roles.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_ds = threadIdx.x >= kGroupThreads;
-  const int warp_key = (warp % (kGroupThreads / 32)) * 16 * kAtoms, thread_key = warp_key + lane / 4;
+  const int warp_key = warp % (kGroupThreads / 32) * 16 * kAtoms, thread_key = warp_key + lane / 4;
   const int warp_q = warp % Config::kQWarps, warp_column = warp / Config::kQWarps * Config::kQColumns;
-  const int group_size = static_cast<int>(p.num_heads / p.num_kv_heads);
+  const uint32_t address_kv = AddressA<kHeadDim>(is_ds ? smem_v : smem_k, warp_key);
+  const uint32_t address_ds = At(AddressB<kTileM>(smem_ds, 0), 2 * warp_q);
+  const uint32_t address_k = At(AddressA<kHeadDim>(smem_k, 0), warp_column / 16);
+  const uint32_t exchange = smem_p + threadIdx.x % kGroupThreads * 16;
 
   const int64_t items = *list.count * p.num_kv_heads;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     if (threadIdx.x < kWordsPerTile)
       reinterpret_cast<int32_t*>(&tile)[threadIdx.x] =
-          reinterpret_cast<const int32_t*>(&list.tiles[item / p.num_kv_heads])[threadIdx.x];
+          reinterpret_cast<const int32_t*>(&list.tiles[item / num_kv_heads])[threadIdx.x];
     __syncthreads();
     if (tile.sequence < 0) {
       __syncthreads();
       continue;
     }
-    const int kv_head = static_cast<int>(item % p.num_kv_heads);
+    const int kv_head = static_cast<int>(item % num_kv_heads);
     const int64_t row_k = static_cast<int64_t>(tile.k_begin) + tile.row;
 
     // Steps: every tile of q that sees any key, for every query head of the group.
     const KeyRange queries = QueriesOfAny(p, tile, tile.row, kTileN);
-    const int m_begin = queries.lo / kTileM, m_end = queries.lo < queries.hi ? (queries.hi + kTileM - 1) / kTileM : m_begin;
-    const int steps_per_head = m_end - m_begin, steps = steps_per_head * group_size;
+    const KeyRange tiles = {queries.lo / kTileM, (queries.hi + kTileM - 1) / kTileM};
+    const int steps = queries.lo < queries.hi ? (tiles.hi - tiles.lo) * group_size : 0;
 
-    auto copy_step = [&](int step) {
-      const int head = kv_head * group_size + step / steps_per_head, m = m_begin + step % steps_per_head;
-      const int stage = step % kStages, rows = tile.q_used - m * kTileM;
-      const int64_t row = static_cast<int64_t>(tile.q_begin) + m * kTileM;
-      CopyTile<kHeadDim, kThreads, kTileM>(smem_q + stage * kBytesQ,
-                                           static_cast<const T*>(p.q) + (row * p.num_heads + head) * p.head_dim,
-                                           p.num_heads * p.head_dim, 0, rows, p.head_dim);
+    auto copy_step = [&](const Step& step, int stage) {
+      const int rows = tile.q_used - step.m * kTileM;
+      const int64_t row = static_cast<int64_t>(tile.q_begin) + step.m * kTileM, head_row = row * num_heads + step.head;
+      CopyTile<kHeadDim, kThreads, kTileM>(smem_q + stage * kBytesQ, static_cast<const T*>(p.q) + head_row * head_dim,
+                                           num_heads * p.head_dim, 0, rows, head_dim);
       CopyTile<kHeadDim, kThreads, kTileM>(smem_dout + stage * kBytesQ,
-                                           static_cast<const T*>(params.dout) + (row * p.num_heads + head) * p.head_dim_v,
-                                           p.num_heads * p.head_dim_v, 0, rows, p.head_dim_v);
+                                           static_cast<const T*>(params.dout) + head_row * head_dim_v, num_heads * p.head_dim_v,
+                                           0, rows, head_dim_v);
       const int i = threadIdx.x % kTileM;
-      if (threadIdx.x < kTileM)
-        ptx::CopyAsync4(smem_lse + (stage * kTileM + i) * 4, p.lse + head * p.total_q + row + i, i < rows);
-      else if (threadIdx.x < 2 * kTileM)
-        ptx::CopyAsync4(smem_delta + (stage * kTileM + i) * 4, params.delta + head * p.total_q + row + i, i < rows);
+      const bool is_lse = threadIdx.x < kTileM;
+      if (threadIdx.x < 2 * kTileM)
+        ptx::CopyAsync4((is_lse ? smem_lse : smem_delta) + (stage * kTileM + i) * 4,
+                        (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, i < rows);
+    };
+
+    // dQ += dS K: 32 rows and kQColumns columns a warp.
+    auto add_dq = [&](const Step& step, int stage) {
+      float acc_q[2][Config::kQColumns / 8][4] = {};
+      Accumulate<T, kHeadDim, kTileN / 16>(
+          acc_q,
+          [&](uint32_t (&fragment)[4], int a, int kk) {
+            ptx::LoadMatrix4Transposed(fragment, At(address_ds + stage * kBytesP, a) + kk * (32 * kTileM));
+          },
+          address_k);
+
+      const int query0 = step.m * kTileM;
+      int32_t* turn = nullptr;
+      if (turns.counts) {
+        turn = turns.counts + (step.head * turns.tiles + tile.q_begin / kTileM + tile.sequence + step.m) * 2 + is_ds;
+        const int mine = tile.row / kTileN - VisibleTo(p, tile, query0).lo / kTileN;
+        // Offsets that overlap could wait for a turn that never comes: the wait has an end, and the bits are then anyone's.
+        for (int i = 0; i < (1 << 22) && ptx::LoadAcquire(turn) < mine; ++i) {
+        }
+      }
+      const int row0 = query0 + 32 * warp_q + lane / 4, column0 = warp_column + 2 * (lane % 4);
+      const int64_t row_stride = static_cast<int64_t>(num_heads) * head_dim;
+      float* dq = static_cast<float*>(params.dq) + (static_cast<int64_t>(tile.q_begin) + row0) * row_stride +
+                  step.head * head_dim + column0;
+      const int columns = head_dim - column0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool counts = row0 + 8 * i < tile.q_used;
+#pragma unroll
+        for (int n = 0; n < Config::kQColumns / 8; ++n)
+          if (counts && 8 * n < columns)
+            ptx::AddGlobal2(dq + 8 * n, acc_q[i / 2][n][i % 2 * 2], acc_q[i / 2][n][i % 2 * 2 + 1]);
+        dq += 8 * row_stride;
+      }
+      if (turns.counts) {
+        __threadfence();
+        ptx::BarrierSync(kBarrierTurn + is_ds, kGroupThreads);
+        if (threadIdx.x % kGroupThreads == 0) ptx::StoreRelease(turn, ptx::LoadAcquire(turn) + 1);
+      }
     };
 
     float acc[kAtoms][kHeadDim / 8][4] = {};  // dv or dk
+    Step step = {kv_head * group_size, tiles.lo}, last = step;
     if (steps > 0) {
       const int rows = tile.k_used - tile.row;
-      CopyTile<kHeadDim, kThreads, kTileN>(smem_k, static_cast<const T*>(p.k) + (row_k * p.num_kv_heads + kv_head) * p.head_dim,
-                                           p.num_kv_heads * p.head_dim, 0, rows, p.head_dim);
-      CopyTile<kHeadDim, kThreads, kTileN>(smem_v,
-                                           static_cast<const T*>(p.v) + (row_k * p.num_kv_heads + kv_head) * p.head_dim_v,
-                                           p.num_kv_heads * p.head_dim_v, 0, rows, p.head_dim_v);
-      copy_step(0);
+      const int64_t head_row = row_k * num_kv_heads + kv_head;
+      CopyTile<kHeadDim, kThreads, kTileN>(smem_k, static_cast<const T*>(p.k) + head_row * head_dim, num_kv_heads * p.head_dim,
+                                           0, rows, head_dim);
+      CopyTile<kHeadDim, kThreads, kTileN>(smem_v, static_cast<const T*>(p.v) + head_row * head_dim_v,
+                                           num_kv_heads * p.head_dim_v, 0, rows, head_dim_v);
+      copy_step(step, 0);
       ptx::CommitCopies();
     }
 
-    for (int step = 0; step < steps; ++step) {
-      const int head = kv_head * group_size + step / steps_per_head, m = m_begin + step % steps_per_head;
-      const int stage = step % kStages, query0 = m * kTileM;
+    for (int i = 0; i < steps; ++i) {
+      const int stage = i % kStages;
       const uint32_t tile_q = smem_q + stage * kBytesQ, tile_dout = smem_dout + stage * kBytesQ;
+      const Step next = step.Next(tiles);
 
       // This step's tiles are there, and nobody reads the last step's any more.
       ptx::WaitCopies<0>();
       __syncthreads();
-      if (kStages > 1 && step + 1 < steps) copy_step(step + 1);
+      if (kStages > 1 && i + 1 < steps) copy_step(next, (i + 1) % kStages);
       ptx::CommitCopies();
+      if (is_ds && i > 0) add_dq(last, (i - 1) % 2);
 
       // S^T = K Q^T, or dP^T = V dO^T.
       float acc_s[kAtoms][kTileM / 8][4];
-      const uint32_t tile_a = is_ds ? smem_v : smem_k;
       MultiplyTransposed<T, kHeadDim, Config::kPrefetch>(
-          acc_s, [&](uint32_t (&fragment)[4], int a, int kk) { LoadA<kHeadDim>(fragment, tile_a, warp_key + 16 * a, kk); },
-          is_ds ? tile_dout : tile_q);
+          acc_s,
+          [&](uint32_t (&fragment)[4], int a, int kk) { ptx::LoadMatrix4(fragment, At(address_kv, kk) + a * (32 * kHeadDim)); },
+          AddressB<kHeadDim>(is_ds ? tile_dout : tile_q, 0));
 
       uint32_t fragments[kAtoms][kTileM / 16][4];  // P^T or dS^T, rounded
-      const uint32_t exchange = smem_p + threadIdx.x % kGroupThreads * 16;
       if (!is_ds) {
-        const Logits logits(p, tile, head);
-        const int key0 = tile.row, last_query = min(query0 + kTileM, tile.q_used) - 1;
+        const Logits logits(p, tile, step.head);
+        const int query0 = step.m * kTileM, last_query = min(query0 + kTileM, tile.q_used) - 1;
         const bool masked =
-            key0 + kTileN > min(VisibleTo(p, tile, query0).hi, tile.k_used) || key0 < VisibleTo(p, tile, last_query).lo;
+            tile.row + kTileN > min(VisibleTo(p, tile, query0).hi, tile.k_used) || tile.row < VisibleTo(p, tile, last_query).lo;
+        constexpr uint32_t kStepBytes = kGroupThreads * 16;
+        ComputeP<T>(acc_s, p, tile, logits, tile.row + thread_key, query0, masked,
+                    smem_lse + (stage * kTileM + 2 * (lane % 4)) * 4, exchange, kStepBytes);
 #pragma unroll
-        for (int kk = 0; kk < kTileM / 16; ++kk) {
-          float lse_log2[4];  // of the thread's columns
+        for (int a = 0; a < kAtoms; ++a)
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const float2 x = ptx::LoadSharedFloat2(smem_lse + (stage * kTileM + 16 * kk + 8 * i + 2 * (lane % 4)) * 4);
-            // A query that sees no key has lse -inf, and no probability.
-            lse_log2[2 * i] = x.x == -INFINITY ? INFINITY : x.x * kLog2e;
-            lse_log2[2 * i + 1] = x.y == -INFINITY ? INFINITY : x.y * kLog2e;
+          for (int kk = 0; kk < kTileM / 16; ++kk) PackAtoms<T>(fragments[a][kk], acc_s[a][2 * kk], acc_s[a][2 * kk + 1]);
+        // What dS needs of P is, with a softcap, P times the slope of the cap.
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+          for (int kk = 0; kk < kTileM / 16; ++kk) {
+            const uint32_t place = exchange + (a * (kTileM / 16) + kk) * kStepBytes;
+            uint32_t words[4];
+            if (p.softcap != 0.f) ptx::LoadShared16(words, place);
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              words[e] = p.softcap != 0.f ? ptx::Multiply2<T>(words[e], fragments[a][kk][e]) : fragments[a][kk][e];
+            ptx::StoreShared16(place, words);
           }
-#pragma unroll
-          for (int a = 0; a < kAtoms; ++a) {
-            float (&s)[2][4] = *reinterpret_cast<float (*)[2][4]>(&acc_s[a][2 * kk]);
-            float slope_of_cap[2][4];
-            const int key = key0 + thread_key + 16 * a, query = query0 + 16 * kk;
-            if (!logits.plain) {
-              ScaleLogits(s, logits, p.softcap);
-              if (p.softcap != 0.f) {
-#pragma unroll
-                for (int n = 0; n < 2; ++n)
-#pragma unroll
-                  for (int e = 0; e < 4; ++e) slope_of_cap[n][e] = 1.f - (s[n][e] / p.softcap) * (s[n][e] / p.softcap);
-              }
-              AddAlibi(s, logits, key - (query + Shift(tile)));
-            }
-            if (masked) MaskTransposed(s, p, tile, key, query);
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e) s[n][e] = ptx::Exp2(fmaf(s[n][e], logits.exponent_scale, -lse_log2[2 * n + e % 2]));
-            PackAtoms<T>(fragments[a][kk], s[0], s[1]);
-            const uint32_t place = exchange + (a * (kTileM / 16) + kk) * kGroupThreads * 16;
-            if (p.softcap == 0.f) {
-              ptx::StoreShared16(place, fragments[a][kk]);
-            } else {
-              uint32_t with_slope[4];
-#pragma unroll
-              for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[n][e] *= slope_of_cap[n][e];
-              PackAtoms<T>(with_slope, s[0], s[1]);
-              ptx::StoreShared16(place, with_slope);
-            }
-          }
-        }
         ptx::BarrierArrive(kBarrierP, kThreads);
       } else {
         ptx::BarrierSync(kBarrierP, kThreads);
+        const uint32_t place = smem_ds + i % 2 * kBytesP + SmemOffset<kTileM>(thread_key, 0) + lane % 4 * 4;
+        const uint32_t delta_address = smem_delta + (stage * kTileM + 2 * (lane % 4)) * 4;
 #pragma unroll
         for (int kk = 0; kk < kTileM / 16; ++kk) {
-          float2 delta[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            delta[i] = ptx::LoadSharedFloat2(smem_delta + (stage * kTileM + 16 * kk + 8 * i + 2 * (lane % 4)) * 4);
+          const float2 delta[2] = {ptx::LoadSharedFloat2(delta_address + 64 * kk),
+                                   ptx::LoadSharedFloat2(delta_address + 64 * kk + 32)};
 #pragma unroll
           for (int a = 0; a < kAtoms; ++a) {
-            const int4 words = ptx::LoadShared16(exchange + (a * (kTileM / 16) + kk) * kGroupThreads * 16);
-            const uint32_t pairs[4] = {static_cast<uint32_t>(words.x), static_cast<uint32_t>(words.y),
-                                       static_cast<uint32_t>(words.z), static_cast<uint32_t>(words.w)};
+            uint32_t pairs[4];
+            ptx::LoadShared16(pairs, exchange + (a * (kTileM / 16) + kk) * kGroupThreads * 16);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const float (&dp)[4] = acc_s[a][2 * kk + e / 2];
               const float2 probability = ptx::Unpack2<T>(pairs[e]);
               fragments[a][kk][e] = ptx::Pack2<T>(probability.x * (dp[e % 2 * 2] - delta[e / 2].x),
                                                   probability.y * (dp[e % 2 * 2 + 1] - delta[e / 2].y));
-              const int row = warp_key + 16 * a + lane / 4 + 8 * (e % 2);
-              ptx::StoreShared4(smem_ds + SmemOffset<kTileM>(row, 2 * kk + e / 2) + lane % 4 * 4, fragments[a][kk][e]);
+              // Row thread_key + 16 a + 8 (e % 2), chunk 2 kk + e / 2.
+              ptx::StoreShared4((place ^ (16 * (2 * kk + e / 2))) + (16 * a + 8 * (e % 2)) * 2 * kTileM, fragments[a][kk][e]);
             }
           }
         }
@@ -227,56 +301,25 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
 #pragma unroll
             for (int e = 0; e < 4; ++e) fragment[e] = fragments[a][kk][e];
           },
-          is_ds ? tile_q : tile_dout);
-      __syncthreads();
-      if (kStages == 1 && step + 1 < steps) {
-        copy_step(step + 1);
+          AddressA<kHeadDim>(is_ds ? tile_q : tile_dout, 0));
+      if constexpr (kStages == 1) {
+        __syncthreads();
+        if (i + 1 < steps) copy_step(next, 0);
         ptx::CommitCopies();
       }
-
-      // dQ += dS K: 32 rows and kQColumns columns a warp.
-      float acc_q[2][Config::kQColumns / 8][4] = {};
-      Accumulate<T, kHeadDim, kTileN / 16>(
-          acc_q,
-          [&](uint32_t (&fragment)[4], int a, int kk) { LoadATransposed<kTileM>(fragment, smem_ds, 2 * warp_q + a, 16 * kk); },
-          smem_k, warp_column / 16);
-      int32_t* turn = nullptr;
-      if (turns.counts) {
-        turn = turns.counts + head * turns.tiles + tile.q_begin / kTileM + tile.sequence + m;
-        const int mine = tile.row / kTileN - VisibleTo(p, tile, query0).lo / kTileN;
-        // Offsets that overlap could wait for a turn that never comes: the wait has an end, and the bits are then anyone's.
-        if (threadIdx.x == 0)
-          for (int i = 0; i < (1 << 22) && ptx::LoadAcquire(turn) < mine; ++i) {
-          }
-        __syncthreads();
-      }
-      float* dq =
-          static_cast<float*>(params.dq) + ((static_cast<int64_t>(tile.q_begin) + query0) * p.num_heads + head) * p.head_dim;
-#pragma unroll
-      for (int a = 0; a < 2; ++a)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = 32 * warp_q + 16 * a + 8 * r + lane / 4;
-          if (query0 + row >= tile.q_used) continue;
-#pragma unroll
-          for (int n = 0; n < Config::kQColumns / 8; ++n) {
-            const int column = warp_column + 8 * n + 2 * (lane % 4);
-            if (column < p.head_dim)
-              ptx::AddGlobal2(dq + row * p.num_heads * p.head_dim + column, acc_q[a][n][2 * r], acc_q[a][n][2 * r + 1]);
-          }
-        }
-      if (turns.counts) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) ptx::StoreRelease(turn, ptx::LoadAcquire(turn) + 1);
-      }
+      if (!is_ds && i > 0) add_dq(last, (i - 1) % 2);
+      last = step;
+      step = next;
     }
+    __syncthreads();
+    if (steps > 0) add_dq(last, (steps - 1) % 2);
 
     // dk and dv pass through the warp's own rows of K or V. Keys that do not count have gradient 0.
     __syncthreads();
     const float scale = is_ds ? *p.softmax_scale : 1.f;
-    const int columns = static_cast<int>(is_ds ? p.head_dim : p.head_dim_v);
-    T* gmem = static_cast<T*>(is_ds ? params.dk : params.dv) + (row_k * p.num_kv_heads + kv_head) * columns;
+    const int columns = is_ds ? head_dim : head_dim_v;
+    const int64_t row_stride = static_cast<int64_t>(num_kv_heads) * columns;
+    T* gmem = static_cast<T*>(is_ds ? params.dk : params.dv) + (row_k * num_kv_heads + kv_head) * columns;
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) {
       const int atom_key = warp_key + 16 * a;
@@ -291,8 +334,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
                             counts ? ptx::Pack2<T>(acc[a][d][2 * r] * scale, acc[a][d][2 * r + 1] * scale) : 0);
       }
       __syncwarp();
-      StoreRows<kHeadDim>(gmem + atom_key * p.num_kv_heads * columns, p.num_kv_heads * columns,
-                          tile.k_owned - tile.row - atom_key, columns, smem_rows);
+      StoreRows<kHeadDim>(gmem + atom_key * row_stride, row_stride, tile.k_owned - tile.row - atom_key, columns, smem_rows);
     }
     __syncthreads();
   }

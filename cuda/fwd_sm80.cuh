@@ -19,12 +19,10 @@ namespace jax_varlen {
 template <typename Config, int kAtoms>
 struct QFragments {
   uint32_t kept[kAtoms][Config::kQInRegisters ? Config::kHeadDim / 16 : 1][4];
-  uint32_t tile;
-  int row0;  // of the warp
+  uint32_t address;
 
   __device__ __forceinline__ void Load(uint32_t smem_q, int warp_row) {
-    tile = smem_q;
-    row0 = warp_row;
+    address = AddressA<Config::kHeadDim>(smem_q, warp_row);
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a)
@@ -34,7 +32,7 @@ struct QFragments {
   }
 
   __device__ __forceinline__ void Read(uint32_t (&fragment)[4], int a, int kk) const {
-    LoadA<Config::kHeadDim>(fragment, tile, a * Config::kRowsPerAtom + row0, kk);
+    ptx::LoadMatrix4(fragment, At(address, kk) + a * (Config::kRowsPerAtom * 2 * Config::kHeadDim));
   }
 
   __device__ __forceinline__ void Get(uint32_t (&fragment)[4], int a, int kk) const {
@@ -136,7 +134,8 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 
     if (active)
       MultiplyTransposed<T, kHeadDim, true>(
-          acc_s, [&](uint32_t (&fragment)[4], int a, int kk) { q.Get(fragment, a, kk); }, smem_k + n % kStages * kStageBytes);
+          acc_s, [&](uint32_t (&fragment)[4], int a, int kk) { q.Get(fragment, a, kk); },
+          AddressB<kHeadDim>(smem_k + n % kStages * kStageBytes, 0));
 
     if constexpr (kStages == 1) {
       ptx::WaitCopies<0>();
@@ -179,7 +178,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
           [&](uint32_t (&fragment)[4], int a, int kk) {
             Probabilities<T>(fragment, acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], logits.exponent_scale);
           },
-          smem_v + n % kStages * kStageBytes);
+          AddressA<kHeadDim>(smem_v + n % kStages * kStageBytes, 0));
     }
   }
 
@@ -193,7 +192,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 template <typename T, typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_kernel(const __grid_constant__ FwdParams p,
                                                                                       const __grid_constant__ WorkList list) {
-  extern __shared__ __align__(128) uint8_t smem[];
+  extern __shared__ __align__(512) uint8_t smem[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
   // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
   const int64_t items = *list.count * p.num_heads;

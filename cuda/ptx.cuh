@@ -70,13 +70,11 @@ __device__ __forceinline__ float2 LoadSharedFloat2(uint32_t smem) {
   return x;
 }
 
-__device__ __forceinline__ int4 LoadShared16(uint32_t smem) {
-  int4 words;
+__device__ __forceinline__ void LoadShared16(uint32_t (&words)[4], uint32_t smem) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(smem)
                : "memory");
-  return words;
 }
 
 // acc (16x8, f32) += a (16x16) * b (16x8).
@@ -146,6 +144,13 @@ __device__ __forceinline__ float2 Unpack2<__nv_bfloat16>(uint32_t pair) {
 template <>
 __device__ __forceinline__ float2 Unpack2<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// The product of two pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t Multiply2(uint32_t a, uint32_t b) {
+  const float2 x = Unpack2<T>(a), y = Unpack2<T>(b);
+  return Pack2<T>(x.x * y.x, x.y * y.y);
 }
 
 // Adds to two neighbouring floats in device memory, which are aligned to 8 bytes.

@@ -41,7 +41,7 @@ struct BwdTileConfig {
   static constexpr int kThreads = 2 * kGroupThreads;
   static constexpr int kQWarps = TileM / 32;  // along the rows of dq, 32 rows each; the others share its columns
   static constexpr int kQColumns = HeadDim / (kThreads / 32 / kQWarps);
-  static constexpr int kSmemBytes = 4 * HeadDim * TileN + Stages * (4 * HeadDim * TileM + 8 * TileM) + 4 * TileM * TileN;
+  static constexpr int kSmemBytes = 4 * HeadDim * TileN + Stages * (4 * HeadDim * TileM + 8 * TileM) + 6 * TileM * TileN;
 };
 
 }  // namespace jax_varlen

@@ -42,39 +42,36 @@ __device__ __forceinline__ void StoreRows(T* gmem, int64_t row_stride, int rows,
 #pragma unroll
   for (int i = 0; i < kChunks / 2; ++i) {
     const int row = i * (32 / kChunks) + lane / kChunks;
-    if (row < rows && chunk * 8 < columns)
-      *reinterpret_cast<int4*>(gmem + row * row_stride + chunk * 8) =
-          ptx::LoadShared16(smem_rows + SmemOffset<kHeadDim>(row, chunk));
+    if (row < rows && chunk * 8 < columns) {
+      uint32_t words[4];
+      ptx::LoadShared16(words, smem_rows + SmemOffset<kHeadDim>(row, chunk));
+      *reinterpret_cast<uint4*>(gmem + row * row_stride + chunk * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 }
 
-// A operand: rows row0 .. row0 + 15, columns 16 kk .. 16 kk + 15.
-template <int kHeadDim>
-__device__ __forceinline__ void LoadA(uint32_t (&a)[4], uint32_t tile, int row0, int kk) {
-  const int lane = threadIdx.x % 32;
-  ptx::LoadMatrix4(a, tile + row0 * (2 * kHeadDim) + SmemOffset<kHeadDim>(lane % 16, 2 * kk + lane / 16));
+// Operands of mma.sync. The four 8x8 matrices that ldmatrix reads at once have row addresses from the lanes. A step of 16
+// columns along a tile changes the chunk alone, and since tiles are aligned to their rows it does so by an exclusive or:
+// At(address, step), with steps of disjoint bits applied in any order. Going down by a multiple of 8 rows adds a constant.
+
+__device__ __forceinline__ uint32_t At(uint32_t address, int step) {
+  return address ^ (32 * step);
 }
 
-// A operand from a tile that holds its transpose: rows 16 m .. 16 m + 15, columns (rows of the tile) column0 .. column0 + 15.
-template <int kTileColumns>
-__device__ __forceinline__ void LoadATransposed(uint32_t (&a)[4], uint32_t tile, int m, int column0) {
+// For LoadMatrix4, the A operand: rows row0 .. row0 + 15 of the tile, 16 columns a step. For LoadMatrix4Transposed, two B
+// operands of a product with the tile: rows row0 .. row0 + 15, two times 8 columns a step.
+template <int kHeadDim>
+__device__ __forceinline__ uint32_t AddressA(uint32_t tile, int row0) {
   const int lane = threadIdx.x % 32;
-  const int row = lane % 8 + lane / 16 * 8, chunk = 2 * m + lane / 8 % 2;
-  ptx::LoadMatrix4Transposed(a, tile + column0 * (2 * kTileColumns) + SmemOffset<kTileColumns>(row, chunk));
+  return tile + SmemOffset<kHeadDim>(row0 + lane % 16, lane / 16);
 }
 
-// Two B operands of Q K^T: keys row0 .. row0 + 7 and row0 + 8 .. row0 + 15, columns 16 kk .. 16 kk + 15.
+// For LoadMatrix4, two B operands of a product with the tile's transpose: rows row0 .. row0 + 7 and row0 + 8 .. row0 + 15, 16
+// columns a step. For LoadMatrix4Transposed, the A operand of the tile's transpose: 16 columns of the tile a step are its rows.
 template <int kHeadDim>
-__device__ __forceinline__ void LoadB(uint32_t (&b)[4], uint32_t tile, int row0, int kk) {
+__device__ __forceinline__ uint32_t AddressB(uint32_t tile, int row0) {
   const int lane = threadIdx.x % 32;
-  ptx::LoadMatrix4(b, tile + row0 * (2 * kHeadDim) + SmemOffset<kHeadDim>(lane % 8 + lane / 16 * 8, 2 * kk + lane / 8 % 2));
-}
-
-// Two B operands of P V: keys row0 .. row0 + 15, columns 16 d .. 16 d + 7 and 16 d + 8 .. 16 d + 15.
-template <int kHeadDim>
-__device__ __forceinline__ void LoadBTransposed(uint32_t (&b)[4], uint32_t tile, int row0, int d) {
-  const int lane = threadIdx.x % 32;
-  ptx::LoadMatrix4Transposed(b, tile + row0 * (2 * kHeadDim) + SmemOffset<kHeadDim>(lane % 16, 2 * d + lane / 16));
+  return tile + SmemOffset<kHeadDim>(row0 + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
 }  // namespace jax_varlen

@@ -1,5 +1,6 @@
 // Products of tiles in shared memory by mma.sync. A warp holds kAtoms blocks of 16 rows of the result; the A operand comes from
-// load_a(fragment, atom, step), from wherever it is, 16 columns a step.
+// load_a(fragment, atom, step), from wherever it is, 16 columns a step. The B operand is given by a lane's address: see
+// AddressA and AddressB.
 #pragma once
 
 #include "ptx.cuh"
@@ -7,10 +8,10 @@
 
 namespace jax_varlen {
 
-// acc = A B^T: kRows rows of B, kHeadDim columns of both. The fragments of the next step are on their way while one step is
-// multiplied, if kPrefetch; without it registers are saved.
+// acc = A B^T with kHeadDim columns of both; address_b is AddressB of B's first row. The fragments of the next step are on
+// their way while one step is multiplied, if kPrefetch; without it registers are saved.
 template <typename T, int kHeadDim, bool kPrefetch, int kAtoms, int kRowAtoms, typename LoadA>
-__device__ __forceinline__ void MultiplyTransposed(float (&acc)[kAtoms][kRowAtoms][4], LoadA load_a, uint32_t tile_b) {
+__device__ __forceinline__ void MultiplyTransposed(float (&acc)[kAtoms][kRowAtoms][4], LoadA load_a, uint32_t address_b) {
   constexpr int kSteps = kHeadDim / 16, kBuffers = kPrefetch ? 2 : 1;
   uint32_t fragment_a[kBuffers][kAtoms][4], fragment_b[kBuffers][kRowAtoms / 2][4];
 #pragma unroll
@@ -24,7 +25,8 @@ __device__ __forceinline__ void MultiplyTransposed(float (&acc)[kAtoms][kRowAtom
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) load_a(fragment_a[kk % kBuffers][a], a, kk);
 #pragma unroll
-    for (int n = 0; n < kRowAtoms / 2; ++n) LoadB<kHeadDim>(fragment_b[kk % kBuffers][n], tile_b, 16 * n, kk);
+    for (int n = 0; n < kRowAtoms / 2; ++n)
+      ptx::LoadMatrix4(fragment_b[kk % kBuffers][n], At(address_b, kk) + n * (32 * kHeadDim));
   };
   if constexpr (kPrefetch) load(0);
 #pragma unroll
@@ -46,10 +48,9 @@ __device__ __forceinline__ void MultiplyTransposed(float (&acc)[kAtoms][kRowAtom
   }
 }
 
-// acc += A B: 16 kSteps rows of B, of whose kHeadDim columns those from 16 column_chunk on.
+// acc += A B with 16 kSteps rows of B; address_b is AddressA of B's first row, at the first column that is wanted.
 template <typename T, int kHeadDim, int kSteps, int kAtoms, int kColumnAtoms, typename LoadA>
-__device__ __forceinline__ void Accumulate(float (&acc)[kAtoms][kColumnAtoms][4], LoadA load_a, uint32_t tile_b,
-                                           int column_chunk = 0) {
+__device__ __forceinline__ void Accumulate(float (&acc)[kAtoms][kColumnAtoms][4], LoadA load_a, uint32_t address_b) {
 #pragma unroll
   for (int kk = 0; kk < kSteps; ++kk) {
     uint32_t fragment_a[kAtoms][4];
@@ -58,7 +59,7 @@ __device__ __forceinline__ void Accumulate(float (&acc)[kAtoms][kColumnAtoms][4]
 #pragma unroll
     for (int d = 0; d < kColumnAtoms / 2; ++d) {
       uint32_t fragment_b[4];
-      LoadBTransposed<kHeadDim>(fragment_b, tile_b, 16 * kk, column_chunk + d);
+      ptx::LoadMatrix4Transposed(fragment_b, At(address_b, d) + kk * (32 * kHeadDim));
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) {
         ptx::Mma16x8x16<T>(acc[a][2 * d], fragment_a[a], fragment_b[0], fragment_b[1]);
