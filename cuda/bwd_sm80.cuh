@@ -11,6 +11,7 @@
 //   dS warps   dQ(i - 1)   dP(i)         dS(i)   dK(i)
 #pragma once
 
+#include "bwd_sm80.h"
 #include "params.h"
 #include "schedule.h"
 #include "sequence.cuh"
@@ -20,13 +21,6 @@
 #include "tile_mma.cuh"
 
 namespace jax_varlen {
-
-// What keeps the order of additions to dq where gradients must repeat bit for bit: null, or (num_heads, tiles) counters, zero
-// at first, of how many tiles of keys have been added to each tile of dq.
-struct Turns {
-  int32_t* counts;
-  int64_t tiles;
-};
 
 // One step of the loop: a tile of q of one query head.
 struct Step {
@@ -349,11 +343,28 @@ cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& list, const
   const auto kernel = bwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
-  const int64_t tiles = MaxTiles(params.fwd.total_k, params.fwd.batch, turns.counts ? 64 : Config::kTileN);
+  const int64_t tiles = turns.counts ? list.capacity : MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN);
   const int64_t items = tiles * params.fwd.num_kv_heads;
   kernel<<<static_cast<int>(items < kMaxGrid ? items : kMaxGrid), Config::kThreads, Config::kSmemBytes, stream>>>(params, list,
                                                                                                                   turns);
   return cudaGetLastError();
+}
+
+template <typename T, typename Config, typename Small>
+cudaError_t LaunchBwdSm80Fitting(const BwdParams& params, const WorkList& list, const Turns& turns, int smem_bytes,
+                                 cudaStream_t stream) {
+  // The tile of the work item stands in static shared memory, aligned as the rest.
+  if (Config::kSmemBytes + 512 <= smem_bytes) return LaunchBwdSm80As<T, Config>(params, list, turns, stream);
+  return LaunchBwdSm80As<T, Small>(params, list, turns, stream);
+}
+
+template <typename T>
+cudaError_t LaunchBwdSm80(const BwdParams& params, const WorkList& list, const Turns& turns, int smem_bytes,
+                          cudaStream_t stream) {
+  const int64_t head_dim = params.fwd.head_dim > params.fwd.head_dim_v ? params.fwd.head_dim : params.fwd.head_dim_v;
+  if (head_dim <= 64) return LaunchBwdSm80Fitting<T, BwdTile64, BwdTile64Small>(params, list, turns, smem_bytes, stream);
+  if (head_dim <= 128) return LaunchBwdSm80Fitting<T, BwdTile128, BwdTile128Small>(params, list, turns, smem_bytes, stream);
+  return LaunchBwdSm80Fitting<T, BwdTile256, BwdTile256Small>(params, list, turns, smem_bytes, stream);
 }
 
 }  // namespace jax_varlen

@@ -44,4 +44,12 @@ struct BwdTileConfig {
   static constexpr int kSmemBytes = 4 * HeadDim * TileN + Stages * (4 * HeadDim * TileM + 8 * TileM) + 6 * TileM * TileN;
 };
 
+using BwdTile64 = BwdTileConfig<64, 128, 128, 2, 2, false>;
+using BwdTile128 = BwdTileConfig<128, 64, 128, 2, 2, false>;
+using BwdTile256 = BwdTileConfig<256, 64, 64, 1, 2, false>;
+// For devices with no more than 99 KB of shared memory a CTA.
+using BwdTile64Small = BwdTileConfig<64, 64, 64, 1, 2, true>;
+using BwdTile128Small = BwdTileConfig<128, 64, 64, 1, 1, true>;
+using BwdTile256Small = BwdTileConfig<256, 32, 32, 1, 1, false>;
+
 }  // namespace jax_varlen

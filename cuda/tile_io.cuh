@@ -7,11 +7,12 @@
 
 namespace jax_varlen {
 
-// A tile is rows of kHeadDim 16-bit elements in 16-byte chunks. Chunk c of row r stands at place c ^ (r % 8): eight rows of
-// one chunk, which ldmatrix reads at once, then lie in different banks.
+// A tile is rows of kHeadDim 16-bit elements in 16-byte chunks. Chunk c of row r stands at place c ^ (r % 8): eight rows of one
+// chunk, which ldmatrix reads at once, then lie in different banks. Of 64-byte rows two share the banks, so that r / 2 decides.
 template <int kHeadDim>
 __device__ __forceinline__ uint32_t SmemOffset(int row, int chunk) {
-  return row * (2 * kHeadDim) + ((chunk ^ (row % 8)) * 16);
+  static_assert(kHeadDim == 32 || kHeadDim % 64 == 0);
+  return row * (2 * kHeadDim) + ((chunk ^ (kHeadDim == 32 ? row / 2 % 4 : row % 8)) * 16);
 }
 
 // Starts the copy of kRows rows, `row_stride` elements apart. Rows outside [lo, hi) and chunks beyond `columns` become zeros

@@ -15,7 +15,7 @@ import numpy as np
 
 MIN_JAXLIB = (0, 10, 0)
 CUDA_MAX_HEAD_DIM = 256
-_CUDA_MIN_TILE = 64
+_CUDA_MIN_TILE = 32
 _CUDA_WORDS_PER_TILE = 8
 
 
@@ -91,9 +91,9 @@ def cuda_workspace(total: int, batch_and_1: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
 
 
-def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int]:
-    """Whose turn it is to add to a tile of dq, for every head and tile."""
-    return q_shape[1], q_shape[0] // _CUDA_MIN_TILE + batch_and_1
+def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int, int]:
+    """Shape of the counters of whose turn it is to add to a tile of dq: for every head, tile and half of a CTA's warps."""
+    return q_shape[1], q_shape[0] // _CUDA_MIN_TILE + batch_and_1, 2
 
 
 def info() -> dict[str, Any]:
