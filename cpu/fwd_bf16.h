@@ -1,0 +1,91 @@
+// The engine of the bfloat16 dot instruction: a word is two bfloat16, and a product adds both to a float.
+#pragma once
+
+namespace jax_varlen {
+namespace {
+
+// kLanes words of a row of bfloat16, from its word `word` on; zeros beyond dims.
+inline U LoadWords16(const uint16_t* row, int64_t word, int64_t dims) {
+  const int64_t n = dims - 2 * word;
+  if (n >= 2 * kLanes) return LoadAs<U>(row + 2 * word);
+  uint16_t padded[2 * kLanes] = {};
+  if (n > 0) memcpy(padded, row + 2 * word, n * sizeof *row);
+  return LoadAs<U>(padded);
+}
+
+// Two rows of v, dims c .. c + kLanes, as pairs. A null row is zeros.
+inline U LoadPairs(const uint16_t* low, const uint16_t* high, int64_t c, int64_t dims) {
+  U pairs[2] = {};
+  const uint16_t* const rows[2] = {low, high};
+  for (int i = 0; i < 2; ++i) {
+    if (rows[i] == nullptr) continue;
+    uint16_t padded[kLanes] = {};
+    const bool whole = c + kLanes <= dims;
+    if (!whole) memcpy(padded, rows[i] + c, (dims - c) * sizeof *padded);
+    pairs[i] = __builtin_convertvector(LoadAs<H>(whole ? rows[i] + c : padded), U);
+  }
+  return pairs[0] | (pairs[1] << 16);
+}
+
+struct Bf16Op {
+  typedef uint32_t Word;
+  static constexpr int kPair = 2;
+
+  static F Dot(F acc, F b, uint32_t a) {
+    return (F)_mm512_dpbf16_ps((__m512)acc, Bits<__m512bh>(b), Bits<__m512bh>(_mm512_set1_epi32(a)));
+  }
+
+  static F PackPair(F a, F b) {
+    const U low = __builtin_convertvector(Bits<H>(_mm512_cvtneps_pbh((__m512)a)), U);
+    const U high = __builtin_convertvector(Bits<H>(_mm512_cvtneps_pbh((__m512)b)), U);
+    return Bits<F>(low | (high << 16));
+  }
+};
+
+struct Bf16Engine {
+  typedef Bf16 Data;
+  typedef Bf16Op Op;
+  typedef uint32_t Word;
+  static constexpr int64_t kAlign = 2;
+
+  static int64_t Words(int64_t head_dim) { return (head_dim + 1) / 2; }
+  static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
+  static int64_t VWords(int64_t dims) { return kTileKeys / 2 * RoundUp(dims, kLanes); }
+  static void Begin() {}
+  static void End() {}
+
+  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) {
+    return Bits<F>(LoadWords16(row, word, dims));
+  }
+
+  static void PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
+    for (int64_t w = 0; w < Words(dims); w += kLanes) {
+      Word* to = dst + w / kChunkWords * kTileKeys * kChunkWords + w % kChunkWords;
+      for (int64_t n = begin; n < end; ++n)
+        Store(to + n * kChunkWords, LoadWords16(k + (n - begin) * row_stride, w, dims));
+    }
+  }
+
+  static void PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
+    const int64_t stride = RoundUp(dims, kLanes);
+    for (int64_t n = begin / 2 * 2; n < end; n += 2) {
+      const uint16_t* low = n < begin ? nullptr : v + (n - begin) * row_stride;
+      const uint16_t* high = n + 1 < end ? v + (n + 1 - begin) * row_stride : nullptr;
+      for (int64_t c = 0; c < dims; c += kLanes) Store(dst + n / 2 * stride + c, LoadPairs(low, high, c, dims));
+    }
+  }
+
+  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
+                    float* s, Fetcher* fetcher) {
+    Scores<Bf16Op>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
+  }
+
+  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+                         Fetcher* fetcher) {
+    Output<Bf16Op>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
+                       strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
+  }
+};
+
+}  // namespace
+}  // namespace jax_varlen

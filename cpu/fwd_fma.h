@@ -1,0 +1,85 @@
+// The engine of vector multiply-adds: words are floats, whatever the dtype of the arrays.
+#pragma once
+
+namespace jax_varlen {
+namespace {
+
+struct F32 {
+  typedef float T;
+  static F LoadVector(const float* p) { return Load(p); }
+  static void StoreVector(F x, float* p) { Store(p, x); }
+};
+
+struct Bf16 {
+  typedef uint16_t T;
+  static F LoadVector(const uint16_t* p) { return FromBf16(p); }
+  static void StoreVector(F x, uint16_t* p) { ToBf16(x, p); }
+};
+
+struct F16 {
+  typedef uint16_t T;
+  static F LoadVector(const uint16_t* p) { return FromF16(p); }
+  static void StoreVector(F x, uint16_t* p) { ToF16(x, p); }
+};
+
+// kLanes elements of which only n are there.
+template <typename D>
+inline F LoadSome(const typename D::T* p, int64_t n) {
+  if (n >= kLanes) return D::LoadVector(p);
+  typename D::T padded[kLanes] = {};
+  memcpy(padded, p, n * sizeof *p);
+  return D::LoadVector(padded);
+}
+
+struct FmaOp {
+  typedef float Word;
+  static constexpr int kPair = 1;  // keys, or dims, to a word
+  static F Dot(F acc, F b, float a) { return acc + b * a; }
+};
+
+template <typename D>
+struct FmaEngine {
+  typedef D Data;
+  typedef FmaOp Op;
+  typedef float Word;
+  static constexpr int64_t kAlign = 1;  // of the keys that the inner products take at a time
+
+  static int64_t Words(int64_t head_dim) { return head_dim; }
+  static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
+  static int64_t VWords(int64_t dims) { return kTileKeys * RoundUp(dims, kLanes); }
+  static void Begin() {}
+  static void End() {}
+
+  static F LoadWords(const typename D::T* row, int64_t word, int64_t dims) {
+    return LoadSome<D>(row + word, dims - word);
+  }
+
+  static void PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
+    for (int64_t w = 0; w < dims; w += kLanes) {
+      Word* to = dst + w / kChunkWords * kTileKeys * kChunkWords + w % kChunkWords;
+      for (int64_t n = begin; n < end; ++n)
+        Store(to + n * kChunkWords, LoadSome<D>(k + (n - begin) * row_stride + w, dims - w));
+    }
+  }
+
+  static void PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
+    const int64_t stride = RoundUp(dims, kLanes);
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t c = 0; c < dims; c += kLanes)
+        Store(dst + n * stride + c, LoadSome<D>(v + (n - begin) * row_stride + c, dims - c));
+  }
+
+  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
+                    float* s, Fetcher* fetcher) {
+    Scores<FmaOp>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
+  }
+
+  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+                         Fetcher* fetcher) {
+    Output<FmaOp>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
+                      strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
+  }
+};
+
+}  // namespace
+}  // namespace jax_varlen

@@ -1,0 +1,151 @@
+// The forward pass of one item: its rows in strips, its keys in tiles, every tile of k and v packed once for all strips.
+//
+// Strips and tiles are cut at fixed multiples of their sizes, and a strip takes of a tile only the keys that one of its
+// rows sees. So the bits of a row depend on its own sequence alone, not on how rows were shared out among items.
+#pragma once
+
+namespace jax_varlen {
+namespace {
+
+template <typename Engine>
+struct Buffers {
+  typedef typename Engine::Word Word;
+  static constexpr int64_t kCacheLine = 64;
+
+  int64_t q_floats, o_floats;  // of a strip
+  int64_t k_words, v_words, s_floats;
+
+  explicit Buffers(const FwdParams& p) {
+    q_floats = RoundUp(Engine::Words(p.head_dim), kLanes) * kStripRows;
+    o_floats = Engine::OutputRows(p.head_dim_v) * kStripRows;
+    k_words = RoundUp(Engine::Words(p.head_dim), kChunkWords) * kTileKeys;
+    v_words = Engine::VWords(p.head_dim_v);
+    s_floats = kTileKeys * kStripRows;
+  }
+
+  int64_t Bytes(int64_t strips) const {
+    return strips * (RoundUp(sizeof(Strip), kCacheLine) + 4 * (q_floats + o_floats)) +
+           4 * (k_words + v_words + s_floats) + 5 * kCacheLine;
+  }
+};
+
+template <typename T>
+T* Take(int64_t count, char** scratch) {
+  T* p = reinterpret_cast<T*>(*scratch);
+  *scratch += RoundUp(count * sizeof(T), 64);
+  return p;
+}
+
+template <typename Engine>
+void PackQ(const FwdParams& p, Strip* strip) {
+  typedef typename Engine::Data::T T;
+  const int64_t dims = p.head_dim;
+  for (int64_t lane = 0; lane < strip->stride(); lane += kLanes) {
+    const T* rows[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      rows[i] = lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset[lane + i] * dims : nullptr;
+    TransposeIn(
+        rows, Engine::Words(dims),
+        [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); }, strip->q + lane,
+        strip->stride());
+  }
+}
+
+// Keys begin .. end of a tile that starts at key `tile`; the rest of what the inner products may touch becomes zero.
+template <typename Engine>
+void PackTile(const FwdParams& p, const FwdItem& item, int64_t tile, int64_t begin, int64_t end,
+              typename Engine::Word* k, typename Engine::Word* v) {
+  typedef typename Engine::Data::T T;
+  const int64_t row = (item.first_k + tile + begin) * p.num_kv_heads + item.kv_head;
+  Engine::PackK(static_cast<const T*>(p.k) + row * p.head_dim, p.num_kv_heads * p.head_dim, p.head_dim, begin, end, k);
+  Engine::PackV(static_cast<const T*>(p.v) + row * p.head_dim_v, p.num_kv_heads * p.head_dim_v, p.head_dim_v, begin,
+                end, v);
+}
+
+// While the tile that ends at key `end` is worked on: the next one, or what follows the last.
+template <typename Engine>
+void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end,
+                 Fetcher* fetcher) {
+  constexpr int64_t kElement = sizeof(typename Engine::Data::T);
+  fetcher->Clear();
+  if (end < key_end) return FetchKeys(p, item, end, Min(end + kTileKeys, key_end), kElement, fetcher);
+  FetchRows(p, item, p.out, p.head_dim_v, kElement, fetcher);
+  if (next == nullptr) return;
+  const int64_t token = next->row_begin / (p.num_heads / p.num_kv_heads);
+  int64_t first = 0;
+  if (p.window_left >= 0) first = Max(first, token + next->len_k - next->len_q - p.window_left);
+  FetchRows(p, *next, p.q, p.head_dim, kElement, fetcher);
+  FetchKeys(p, *next, first, Min(first + kTileKeys, next->len_k), kElement, fetcher);
+}
+
+// A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
+template <typename Engine>
+void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
+                const typename Engine::Word* k, const typename Engine::Word* v, float* s, Fetcher* fetcher, Strip* strip) {
+  constexpr int64_t kPair = Engine::Op::kPair, kAlign = Engine::kAlign;
+  const int64_t stride = strip->stride();
+  const int64_t aligned_begin = begin / kAlign * kAlign, aligned_end = RoundUp(end, kAlign);
+  Engine::Score(*strip, k, Engine::Words(p.head_dim), rule.scale, aligned_begin, aligned_end, s, fetcher);
+  // Where an odd key shares its word with one that no row sees, the mask makes that one zero.
+  const int64_t pair_begin = begin / kPair * kPair, pair_end = RoundUp(end, kPair);
+  Softmax<typename Engine::Op>(rule, tile, pair_begin, pair_end, s, strip);
+  if constexpr (kAlign > kPair) {
+    const size_t word_bytes = stride * sizeof *s;
+    memset(s + aligned_begin / kPair * stride, 0, (pair_begin - aligned_begin) / kPair * word_bytes);
+    memset(s + pair_end / kPair * stride, 0, (aligned_end - pair_end) / kPair * word_bytes);
+  }
+  Engine::Accumulate(strip, v, s, p.head_dim_v, aligned_begin / kPair, aligned_end / kPair, fetcher);
+  strip->empty = false;
+}
+
+template <typename Engine>
+size_t ScratchBytes(const FwdParams& p, int64_t rows) {
+  return Buffers<Engine>(p).Bytes(RoundUp(rows, kStripRows) / kStripRows);
+}
+
+template <typename Engine>
+void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
+  typedef typename Engine::Word Word;
+  const Buffers<Engine> sizes(p);
+  const LogitRule rule = MakeLogitRule(p);
+  const int64_t num_strips = RoundUp(item.row_end - item.row_begin, kStripRows) / kStripRows;
+  Strip* strips = Take<Strip>(num_strips, &scratch);
+  Word* k = Take<Word>(sizes.k_words, &scratch);
+  Word* v = Take<Word>(sizes.v_words, &scratch);
+  float* s = Take<float>(sizes.s_floats, &scratch);
+
+  Fetcher fetcher;
+
+  Engine::Begin();
+  int64_t key_begin = item.len_k, key_end = 0;
+  for (int64_t i = 0; i < num_strips; ++i) {
+    Strip* strip = strips + i;
+    strip->q = Take<float>(sizes.q_floats, &scratch);
+    strip->o = Take<float>(sizes.o_floats, &scratch);
+    InitStrip(p, item, item.row_begin + i * kStripRows, strip);
+    if (strip->key_begin < strip->key_end) PackQ<Engine>(p, strip);
+    key_begin = Min(key_begin, strip->key_begin);
+    key_end = Max(key_end, strip->key_end);
+  }
+
+  for (int64_t tile = key_begin / kTileKeys * kTileKeys; tile < key_end; tile += kTileKeys) {
+    PackTile<Engine>(p, item, tile, Max(key_begin - tile, int64_t{0}), Min(key_end - tile, kTileKeys), k, v);
+    PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, &fetcher);
+    for (int64_t i = 0; i < num_strips; ++i) {
+      const int64_t begin = Max(strips[i].key_begin - tile, int64_t{0});
+      const int64_t end = Min(strips[i].key_end - tile, kTileKeys);
+      if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
+    }
+  }
+  for (int64_t i = 0; i < num_strips; ++i)
+    FinishStrip<typename Engine::Data>(p, strips[i]);
+  Engine::End();
+}
+
+template <typename Engine>
+constexpr FwdKernel KernelOf() {
+  return {RunItem<Engine>, ScratchBytes<Engine>, kStripRows};
+}
+
+}  // namespace
+}  // namespace jax_varlen

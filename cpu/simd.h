@@ -1,0 +1,102 @@
+// Vectors of kLanes floats in the vector extensions of GCC and Clang. Included by simd_<isa>.h, which sets kLanes first.
+//
+// Every translation unit of an instruction set includes its own copy in an anonymous namespace, so that no function
+// compiled for a newer processor can be merged by the linker with one that an older processor runs. For the same reason
+// nothing here uses the inline functions of the standard library.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace jax_varlen {
+namespace {
+
+typedef float F __attribute__((vector_size(4 * kLanes)));
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+
+constexpr float kInf = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
+
+template <typename T>
+T Min(T a, T b) {
+  return b < a ? b : a;
+}
+
+template <typename T>
+T Max(T a, T b) {
+  return a < b ? b : a;
+}
+
+constexpr int64_t RoundUp(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+template <typename V, typename T>
+inline V LoadAs(const T* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline F Load(const float* p) { return LoadAs<F>(p); }
+
+template <typename V, typename T>
+inline void Store(T* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+template <typename To, typename From>
+inline To Bits(From v) {
+  static_assert(sizeof(To) == sizeof(From), "one size");
+  To to;
+  memcpy(&to, &v, sizeof to);
+  return to;
+}
+
+inline F Set(float x) { return x - F{}; }  // x - 0 is x for every x, so this is a broadcast alone
+inline I Set(int32_t x) { return I{} + x; }
+
+// NaN in b is passed over, so that a running maximum stays a number.
+inline F RunningMax(F a, F b) { return b > a ? b : a; }
+inline F Abs(F x) { return Bits<F>(Bits<U>(x) & 0x7fffffffu); }
+
+// Rounds to nearest even; NaN stays NaN.
+inline U Bf16Bits(F x) {
+  const U u = Bits<U>(x);
+  const U rounded = (u + (((u >> 16) & 1u) + 0x7fffu)) >> 16;
+  return x == x ? rounded : U{} + 0x7fc0u;
+}
+
+inline F FromBf16(const uint16_t* p) { return Bits<F>(__builtin_convertvector(LoadAs<H>(p), U) << 16); }
+inline void ToBf16(F x, uint16_t* p) { Store(p, __builtin_convertvector(Bf16Bits(x), H)); }
+
+// float16 in integer arithmetic: XLA's threads flush float32 subnormals, which is where a float16 subnormal would pass.
+inline F PortableFromF16(const uint16_t* p) {
+  const U h = __builtin_convertvector(LoadAs<H>(p), U);
+  const U magnitude = h & 0x7fffu;
+  const U normal = (magnitude << 13) + (U{} + (112u << 23));
+  const U special = (magnitude << 13) | 0x7f800000u;
+  const U subnormal = Bits<U>(__builtin_convertvector(Bits<I>(magnitude), F) * 0x1p-24f);
+  const U bits = magnitude < 0x400u ? subnormal : magnitude < 0x7c00u ? normal : special;
+  return Bits<F>(bits | ((h & 0x8000u) << 16));
+}
+
+inline void PortableToF16(F x, uint16_t* p) {
+  const U u = Bits<U>(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+  const U subnormal = Bits<U>(Bits<F>(magnitude) + 0.5f) - 0x3f000000u;
+  const U normal = (magnitude - (112u << 23) + (((magnitude >> 13) & 1u) + 0xfffu)) >> 13;
+  const U finite = magnitude < 0x38800000u ? subnormal : normal;
+  const U infinite = U{} + 0x7c00u, nan = U{} + 0x7e00u;
+  const U bits = magnitude < 0x47800000u ? finite : magnitude <= 0x7f800000u ? infinite : nan;
+  Store(p, __builtin_convertvector(bits | sign, H));
+}
+
+// p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125. shifter holds n in its low bits.
+inline F PortableScale(F p, F shifter, F x) {
+  const F scaled = Bits<F>(Bits<U>(p) + (Bits<U>(shifter) << 23));
+  return x >= -125.0f ? scaled : x - x;  // x - x: 0, or NaN for NaN
+}
+
+}  // namespace
+}  // namespace jax_varlen

@@ -1,0 +1,55 @@
+// Sixteen lanes: AVX-512 F, BW, DQ and VL.
+#pragma once
+
+#include <immintrin.h>
+
+namespace jax_varlen {
+namespace {
+constexpr int kLanes = 16;
+constexpr int kMaxVectors = 4;
+}  // namespace
+}  // namespace jax_varlen
+
+#include "simd.h"
+
+namespace jax_varlen {
+namespace {
+
+// The forms with a mask of all lanes: GCC 12 warns of the undefined operand inside the plain ones.
+constexpr __mmask16 kAll = 0xffff;
+
+inline F FromF16(const uint16_t* p) { return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)p)); }
+inline void ToF16(F x, uint16_t* p) {
+  Store(p, _mm512_maskz_cvtps_ph(kAll, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline F Scale(F p, F shifter, F) {
+  return (F)_mm512_maskz_scalef_ps(kAll, (__m512)p, (__m512)(shifter - 0x1.8p23f));
+}
+
+inline void Transpose(F (&r)[kLanes]) {
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 4) {
+    const __m512 a = _mm512_maskz_unpacklo_ps(kAll, (__m512)r[i], (__m512)r[i + 1]);
+    const __m512 b = _mm512_maskz_unpackhi_ps(kAll, (__m512)r[i], (__m512)r[i + 1]);
+    const __m512 c = _mm512_maskz_unpacklo_ps(kAll, (__m512)r[i + 2], (__m512)r[i + 3]);
+    const __m512 d = _mm512_maskz_unpackhi_ps(kAll, (__m512)r[i + 2], (__m512)r[i + 3]);
+    t[i] = _mm512_shuffle_ps(a, c, 0x44);
+    t[i + 1] = _mm512_shuffle_ps(a, c, 0xee);
+    t[i + 2] = _mm512_shuffle_ps(b, d, 0x44);
+    t[i + 3] = _mm512_shuffle_ps(b, d, 0xee);
+  }
+  // t[4 * i + j] holds, in its 128-bit part p, column 4 * p + j of rows 4 * i .. 4 * i + 3.
+  for (int j = 0; j < 4; ++j) {
+    const __m512 a = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0x88), b = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0xdd);
+    const __m512 c = _mm512_maskz_shuffle_f32x4(kAll, t[j + 8], t[j + 12], 0x88);
+    const __m512 d = _mm512_maskz_shuffle_f32x4(kAll, t[j + 8], t[j + 12], 0xdd);
+    r[j] = (F)_mm512_maskz_shuffle_f32x4(kAll, a, c, 0x88);
+    r[j + 8] = (F)_mm512_maskz_shuffle_f32x4(kAll, a, c, 0xdd);
+    r[j + 4] = (F)_mm512_maskz_shuffle_f32x4(kAll, b, d, 0x88);
+    r[j + 12] = (F)_mm512_maskz_shuffle_f32x4(kAll, b, d, 0xdd);
+  }
+}
+
+}  // namespace
+}  // namespace jax_varlen
