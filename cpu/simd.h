@@ -92,10 +92,12 @@ inline void PortableToF16(F x, uint16_t* p) {
   Store(p, __builtin_convertvector(bits | sign, H));
 }
 
-// p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125. shifter holds n in its low bits.
+// p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125, NaN for NaN. shifter holds n in its low bits.
+// In integers, because a floating-point result that underflows takes some processors a hundred times as long.
 inline F PortableScale(F p, F shifter, F x) {
   const F scaled = Bits<F>(Bits<U>(p) + (Bits<U>(shifter) << 23));
-  return x >= -125.0f ? scaled : x - x;  // x - x: 0, or NaN for NaN
+  const F zero_or_nan = 0.0f > x ? F{} : x;
+  return x >= -125.0f ? scaled : zero_or_nan;
 }
 
 }  // namespace

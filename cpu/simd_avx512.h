@@ -23,8 +23,11 @@ inline void ToF16(F x, uint16_t* p) {
   Store(p, _mm512_maskz_cvtps_ph(kAll, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline F Scale(F p, F shifter, F) {
-  return (F)_mm512_maskz_scalef_ps(kAll, (__m512)p, (__m512)(shifter - 0x1.8p23f));
+inline F Scale(F p, F shifter, F x) {
+  const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)Set(-125.0f), _CMP_GE_OQ);
+  const __m512 zero_or_nan = _mm512_maskz_max_ps(kAll, _mm512_setzero_ps(), (__m512)x);
+  const U scaled = Bits<U>(p) + (Bits<U>(shifter) << 23);
+  return (F)_mm512_mask_mov_ps(zero_or_nan, kept, Bits<__m512>(scaled));
 }
 
 inline void Transpose(F (&r)[kLanes]) {

@@ -12,7 +12,7 @@ inline F Polynomial(F x, const float (&c)[N]) {
   return y;
 }
 
-// For x up to 127. Exactly 1 at 0 and exactly 0 from about -126 down, so a masked logit of -inf leaves nothing behind.
+// For x up to 127. Exactly 1 at 0 and exactly 0 below -125, so a masked logit of -inf leaves nothing behind.
 inline F Exp2(F x) {
   constexpr float c[] = {1.0f,
                          6.931469776e-01f,
@@ -20,7 +20,6 @@ inline F Exp2(F x) {
                          5.550733744e-02f,
                          9.671512649e-03f,
                          1.326472707e-03f};
-  x = -200.0f > x ? Set(-200.0f) : x;  // NaN stays
   const F shifter = x + 0x1.8p23f;  // rint(x) in the low bits
   return Scale(Polynomial(x - (shifter - 0x1.8p23f), c), shifter, x);
 }
