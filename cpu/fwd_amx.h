@@ -1,7 +1,9 @@
-// The engine of the tile registers. A register holds 16 rows of 64 bytes; one instruction adds to a 16 x 16 tile of floats
-// the product of 16 rows of 32 bfloat16 and 16 pairs of rows in 16 lanes. What is packed for the dot instruction serves
-// here too, but for v, whose rows must be dims: it is transposed as it is packed.
+// The engine of the tile registers. A register holds 16 rows of 64 bytes; one instruction adds to a 16 x 16 tile of
+// floats the product of 16 rows of 32 bfloat16 and 16 pairs of rows in 16 lanes. What is packed for the dot instruction
+// serves here too, but for v, whose rows must be dims: it is transposed as it is packed.
 #pragma once
+
+#include "fwd_bf16.h"
 
 namespace jax_varlen {
 namespace {
@@ -129,8 +131,8 @@ struct AmxEngine {
     return {packed, kStride};
   }
 
-  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end,
-                    float* s, Fetcher* fetcher) {
+  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
+                    Fetcher* fetcher) {
     const int64_t stride = strip.stride();
     TileProducts<Tiles>({k.data + begin * k.stride, k.stride}, strip.q, words, true, end - begin, stride,
                         s + begin * stride, fetcher);

@@ -1,6 +1,8 @@
 // The engine of the bfloat16 dot instruction: a word is two bfloat16, and a product adds both to a float.
 #pragma once
 
+#include "fwd_fma.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -55,9 +57,7 @@ struct Bf16Engine {
   static void Begin() {}
   static void End() {}
 
-  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) {
-    return Bits<F>(LoadWords16(row, word, dims));
-  }
+  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bits<F>(LoadWords16(row, word, dims)); }
 
   static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
                           Word* packed) {
@@ -79,15 +79,14 @@ struct Bf16Engine {
     return {packed, stride};
   }
 
-  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end,
-                    float* s, Fetcher* fetcher) {
+  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
+                    Fetcher* fetcher) {
     Scores<Bf16Op>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
   static void Accumulate(Strip* strip, Rows<Word> v, const float* p, int64_t dims, int64_t begin, int64_t end,
                          Fetcher* fetcher) {
-    Output<Bf16Op>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o,
-                   fetcher);
+    Output<Bf16Op>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

@@ -1,6 +1,9 @@
 // The engine of vector multiply-adds: words are floats, whatever the dtype of the arrays.
 #pragma once
 
+#include "fwd_matmul.h"
+#include "fwd_strip.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -77,15 +80,14 @@ struct FmaEngine {
     return {packed, stride};
   }
 
-  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end,
-                    float* s, Fetcher* fetcher) {
+  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
+                    Fetcher* fetcher) {
     Scores<FmaOp>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
   static void Accumulate(Strip* strip, Rows<Word> v, const float* p, int64_t dims, int64_t begin, int64_t end,
                          Fetcher* fetcher) {
-    Output<FmaOp>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o,
-                  fetcher);
+    Output<FmaOp>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

@@ -1,8 +1,11 @@
-// The forward pass of one item: its rows in strips, its keys in tiles, every tile of k and v packed once for all strips.
+// The forward pass of one item: its rows in strips, its keys in tiles, every tile packed once for all strips.
 //
 // Strips and tiles are cut at fixed multiples of their sizes, and a strip takes of a tile only the keys that one of its
 // rows sees. So the bits of a row depend on its own sequence alone, not on how rows were shared out among items.
 #pragma once
+
+#include "fwd_matmul.h"
+#include "fwd_softmax.h"
 
 namespace jax_varlen {
 namespace {
@@ -43,11 +46,11 @@ void PackQ(const FwdParams& p, Strip* strip) {
   for (int64_t lane = 0; lane < strip->stride(); lane += kLanes) {
     const T* rows[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      rows[i] = lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset(lane + i, p.num_heads) * dims : nullptr;
+      rows[i] =
+          lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset(lane + i, p.num_heads) * dims : nullptr;
     TransposeIn(
-        rows, Engine::Words(dims),
-        [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); }, strip->q + lane,
-        strip->stride());
+        rows, Engine::Words(dims), [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); },
+        strip->q + lane, strip->stride());
   }
 }
 
@@ -70,7 +73,8 @@ void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, i
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
 template <typename Engine>
 void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
-                Rows<typename Engine::Word> k, Rows<typename Engine::Word> v, float* s, Fetcher* fetcher, Strip* strip) {
+                Rows<typename Engine::Word> k, Rows<typename Engine::Word> v, float* s, Fetcher* fetcher,
+                Strip* strip) {
   constexpr int64_t kPair = Engine::Op::kPair, kAlign = Engine::kAlign;
   const int64_t stride = strip->stride();
   const int64_t aligned_begin = begin / kAlign * kAlign, aligned_end = RoundUp(end, kAlign);
@@ -103,7 +107,6 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
   Word* k_packed = Take<Word>(sizes.k_words, &scratch);
   Word* v_packed = Take<Word>(sizes.v_words, &scratch);
   float* s = Take<float>(sizes.s_floats, &scratch);
-
   Fetcher fetcher;
 
   Engine::Begin();
@@ -132,8 +135,7 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
       if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
     }
   }
-  for (int64_t i = 0; i < num_strips; ++i)
-    FinishStrip<typename Engine::Data>(p, strips[i]);
+  for (int64_t i = 0; i < num_strips; ++i) FinishStrip<typename Engine::Data>(p, strips[i]);
   Engine::End();
 }
 

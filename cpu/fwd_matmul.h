@@ -7,6 +7,8 @@
 // bfloat16 neighbours in the sum, as Op says.
 #pragma once
 
+#include "fwd_fetch.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -24,7 +26,6 @@ constexpr int64_t RowStride(int64_t words) {
   const int64_t whole = RoundUp(words, kLanes);
   return whole % 128 == 0 ? whole + kLanes : whole;
 }
-
 
 constexpr int64_t kLinesPerTile = 24;  // asked for during one register tile
 
@@ -137,11 +138,12 @@ void Scores(int vectors, Rows<typename Op::Word> k, const float* q, int64_t word
 // o for dims [0, dims), from words [begin, end) of the keys of the tile.
 template <typename Op, int V = kMaxVectors>
 void Output(int vectors, Rows<typename Op::Word> v, const float* p, int64_t begin, int64_t end, int64_t dims,
-             const float* alpha, float* o, Fetcher* fetcher) {
+            const float* alpha, float* o, Fetcher* fetcher) {
   if constexpr (V > 1)
     if (vectors < V) return Output<Op, V - 1>(vectors, v, p, begin, end, dims, alpha, o, fetcher);
   ForRegisterTiles<RegisterRows(V)>(
-      0, dims, OutputRows<Op, V>{{v.data + begin * v.stride, v.stride}, p + begin * V * kLanes, end - begin, alpha, o, fetcher});
+      0, dims,
+      OutputRows<Op, V>{{v.data + begin * v.stride, v.stride}, p + begin * V * kLanes, end - begin, alpha, o, fetcher});
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fwd_kernel.h"
+#include "simd_math.h"
 
 namespace jax_varlen {
 namespace {
@@ -11,20 +12,20 @@ constexpr int64_t kStripRows = kLanes * kMaxVectors;
 struct Strip {
   alignas(64) float row_max[kStripRows];  // of the logits so far, in base 2
   float row_sum[kStripRows];
-  float alpha[kStripRows];           // what the last tile rescaled the rows by
-  float slope[kStripRows];           // ALiBi, in base 2
-  int32_t first[kStripRows];         // a row sees the keys first .. last of its sequence
+  float alpha[kStripRows];    // what the last tile rescaled the rows by
+  float slope[kStripRows];    // ALiBi, in base 2
+  int32_t first[kStripRows];  // a row sees the keys first .. last of its sequence
   int32_t last[kStripRows];
-  int32_t position[kStripRows];      // of the row among the keys
-  int64_t q_row[kStripRows];         // which row of q, and which head of it, a row is
+  int32_t position[kStripRows];  // of the row among the keys
+  int64_t q_row[kStripRows];     // which row of q, and which head of it, a row is
   int64_t head[kStripRows];
-  float* q;                          // [word][lane]
-  float* o;                          // [dim][lane]
+  float* q;  // [word][lane]
+  float* o;  // [dim][lane]
   int64_t rows;
-  int64_t key_begin, key_end;        // keys that some row sees
-  int64_t full_begin, full_end;      // keys that every row sees
+  int64_t key_begin, key_end;    // keys that some row sees
+  int64_t full_begin, full_end;  // keys that every row sees
   int vectors;
-  bool empty;                        // o holds nothing yet
+  bool empty;  // o holds nothing yet
 
   int64_t offset(int64_t lane, int64_t num_heads) const { return q_row[lane] * num_heads + head[lane]; }
   int64_t stride() const { return int64_t{vectors} * kLanes; }
@@ -93,8 +94,7 @@ inline Finished FinishVector(const FwdParams& p, const Strip& strip, int64_t lan
   F row_max = Load(strip.row_max + lane), row_sum = Load(strip.row_sum + lane), factor = Set(1.0f);
   if (p.sinks != nullptr) {
     float sink[kLanes] = {};
-    for (int64_t i = 0; i < kLanes && lane + i < strip.rows; ++i)
-      sink[i] = p.sinks[strip.head[lane + i]] * kLog2E;
+    for (int64_t i = 0; i < kLanes && lane + i < strip.rows; ++i) sink[i] = p.sinks[strip.head[lane + i]] * kLog2E;
     const F with_sink = RunningMax(row_max, Load(sink));
     const F base = with_sink == -kInf ? F{} : with_sink;
     factor = Exp2(row_max - base);

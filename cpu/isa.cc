@@ -30,7 +30,9 @@ bool HasAmx() {
   return (d & kAmxBf16) && (d & kAmxTile) && RequestTileRegisters();
 }
 #else
-bool HasAmx() { return false; }
+bool HasAmx() {
+  return false;
+}
 #endif
 
 #if defined(__x86_64__)
@@ -41,7 +43,9 @@ bool FastBf16Dot() {
   return __builtin_cpu_is("amd");
 }
 #else
-bool FastBf16Dot() { return false; }
+bool FastBf16Dot() {
+  return false;
+}
 #endif
 
 Isa HighestIsa() {
@@ -68,8 +72,8 @@ IsaChoice Choose() {
     if (std::string(wanted) == kNames[i]) return {static_cast<Isa>(i), ""};
     offered += std::string(i ? ", " : "") + kNames[i];
   }
-  return {highest, std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted +
-                       "\"."};
+  return {highest,
+          std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted + "\"."};
 }
 
 }  // namespace
