@@ -7,6 +7,7 @@ in tokens. Wrong offsets are clamped into the arrays.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -36,8 +37,8 @@ def fwd(
 ) -> tuple[Array, Array]:
     """out (total_q, num_heads, head_dim_v) in q's dtype and lse (num_heads, total_q) in float32."""
     (total_q, num_heads, head_dim), (total_k, num_kv_heads, head_dim_v) = q.shape, v.shape
-    out = jnp.zeros((total_q, num_heads, head_dim_v), q.dtype)
-    lse = jnp.full((total_q, num_heads), -jnp.inf, jnp.float32)
+    out = jnp.zeros_like(q, shape=(total_q, num_heads, head_dim_v))
+    lse = jnp.full_like(q, -jnp.inf, jnp.float32, shape=(total_q, num_heads))
     batch = cu_seqlens_q.shape[0] - 1
     if batch == 0 or total_q == 0:
         return out, lse.T
@@ -116,12 +117,13 @@ def _attend(q, k, v, first_k, lo, hi, bias, sinks, *, softmax_scale, softcap):
         return new_max, row_sum * decay + p.sum(-1), acc
 
     rows = (num_kv_heads, group_size, tile_q)
+    full = functools.partial(jnp.full_like, q, dtype=jnp.float32)  # like q: varies over the same axes of a mesh
     if sinks is None:
-        row_max, row_sum = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+        row_max, row_sum = full(-jnp.inf, shape=rows), full(0, shape=rows)
     else:
-        row_max, row_sum = jnp.broadcast_to(sinks[:, :, None], rows), jnp.ones(rows, jnp.float32)
+        row_max, row_sum = jnp.broadcast_to(sinks[:, :, None], rows), full(1, shape=rows)
     num_tiles = -(-(tile_hi - tile_lo) // tile_k)
-    acc = jnp.zeros((*rows, v.shape[2]), jnp.float32)
+    acc = full(0, shape=(*rows, v.shape[2]))
     row_max, row_sum, acc = jax.lax.fori_loop(0, num_tiles, step, (row_max, row_sum, acc))
     empty = row_sum == 0
     row_sum = jnp.where(empty, 1, row_sum)
