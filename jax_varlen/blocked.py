@@ -109,16 +109,21 @@ def bwd(
 
         def step(tile: TileQ, carry):
             dq, dk, dv = carry
-            q_tile, *rows = (tile.read(x, num_kv_heads) for x in (q, dout, lse, delta))
-            dq_tile, dk, dv = _differentiate(tile, q_tile * softmax_scale, k, v, *rows, softcap, dk, dv)
+            q_tile, dout_tile, lse_tile, delta_tile = (tile.read(x, num_kv_heads) for x in (q, dout, lse, delta))
+            rows = (q_tile * softmax_scale, dout_tile, lse_tile, delta_tile)
+            dq_tile, dk, dv = _differentiate(tile, rows, k, v, dk, dv, softcap)
             return tile.write(dq, dq_tile * softmax_scale), dk, dv
 
         dq, dk, dv = batch.for_each_tile(step, (dq, dk, dv))
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _differentiate(tile: TileQ, q, k, v, dout, lse, delta, softcap: float, dk, dv):
-    """dq (m, k, g, head_dim) of the logits' other factor, and dk and dv with what the tile adds to them."""
+def _differentiate(tile: TileQ, rows, k, v, dk, dv, softcap: float):
+    """dq (m, k, g, head_dim) before it is scaled, and dk and dv with what the tile adds to them.
+
+    `rows` are q, scaled, and dout, lse and delta, all (m, k, g, ...).
+    """
+    q, dout, lse, delta = rows
     lse, delta = (jnp.moveaxis(x, 0, 2)[..., None] for x in (lse, delta))  # (k, g, m, 1)
     live = lse > -jnp.inf
 
