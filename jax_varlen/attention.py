@@ -103,8 +103,8 @@ def varlen_attention(
     left, right = shapes.window_bounds(window_size, causal)
     options = Options(left, right, shapes.softcap_value(softcap), bool(deterministic))
     shapes.check_values(ops)
-    out, lse = _attention(options, primitives.same_varying(ops))
-    return (out, lse) if return_lse else out
+    results: Any = _attention(options, primitives.same_varying(ops))
+    return results if return_lse else results[0]
 
 
 def _array(name: str, x) -> jax.Array:

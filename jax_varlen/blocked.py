@@ -1,22 +1,19 @@
-"""The forward pass in plain JAX, tile by tile, for platforms and head dims that no kernel covers.
+"""Both passes in plain JAX, tile by tile, for platforms and head dims that no kernel covers.
 
-A tile of q holds rows of one sequence, so that a tile of keys can be cleared of everything that those rows do not see before
-it is multiplied. Both loops run over as many tiles as the offsets ask for, whatever the static shapes are. Memory is linear
-in tokens. Wrong offsets are clamped into the arrays.
+Memory is linear in tokens, and the work is that of the tiles which the offsets ask for. In the comments of shapes, m are the
+rows of a tile of q, n the keys of a tile of keys, k the kv heads and g the query heads of one of them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-MAX_TILE_Q = 128
-MIN_TILE_Q = 8
-TILE_K = 128
+from .tiles import Batch, TileQ
+
+_einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 def fwd(
@@ -36,95 +33,46 @@ def fwd(
     softcap: float,
 ) -> tuple[Array, Array]:
     """out (total_q, num_heads, head_dim_v) in q's dtype and lse (num_heads, total_q) in float32."""
-    (total_q, num_heads, head_dim), (total_k, num_kv_heads, head_dim_v) = q.shape, v.shape
+    (total_q, num_heads, _), (total_k, num_kv_heads, head_dim_v) = q.shape, v.shape
     out = jnp.zeros_like(q, shape=(total_q, num_heads, head_dim_v))
     lse = jnp.full_like(q, -jnp.inf, jnp.float32, shape=(total_q, num_heads))
-    batch = cu_seqlens_q.shape[0] - 1
-    if batch == 0 or total_q == 0:
+    if cu_seqlens_q.shape[0] == 1 or total_q == 0:
         return out, lse.T
     if total_k == 0:  # one key that no row sees
         k, v = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (k, v))
-    # A bound that no pair of rows can reach is no bound, and the others add up in int32.
-    left = None if window_left == -1 or window_left >= total_k else window_left
-    right = None if window_right == -1 or window_right >= total_q else window_right
-    first_q, len_q = _sequences(cu_seqlens_q, seqused_q, total_q)
-    first_k, len_k = _sequences(cu_seqlens_k, seqused_k, total_k)
-    tile_q = _tile_q(total_q, batch)
-    tiles = -(-len_q // tile_q)
-    ends = jnp.cumsum(tiles, dtype=jnp.int32)  # of each sequence's tiles among all tiles
-    # Looked up here and not by bisection in the loop: XLA for GPUs (jaxlib 0.11.2) cannot compile a loop whose slices depend
-    # on an inner loop's result. https://github.com/openxla/xla/issues/49299
-    owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles, total_repeat_length=total_q // tile_q + batch)
-    group = (num_kv_heads, num_heads // num_kv_heads)
-    slopes = None if alibi_slopes is None else jnp.broadcast_to(alibi_slopes, (batch, num_heads)).reshape(batch, *group)
-    sinks = None if sinks is None else sinks.reshape(group)
+    offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right)
+    sinks = None if sinks is None else sinks.reshape(num_kv_heads, -1)
 
-    def tile(t, carry):
+    def step(tile: TileQ, carry):
         out, lse = carry
-        b = owner[t]
-        start = (t - (ends[b] - tiles[b])) * tile_q  # place of the tile's first row in its sequence
-        tile_rows = _Slice.of(first_q[b] + start, tile_q, total_q)
-        place = tile_rows.rows - first_q[b]
-        inside = (place >= start) & (place < len_q[b])
-        q_tile = tile_rows.read(q, inside).reshape(tile_q, *group, head_dim)
-        diagonal = place + len_k[b] - len_q[b]
-        lo = jnp.zeros_like(place) if left is None else jnp.maximum(diagonal - left, 0)
-        hi = len_k[b] if right is None else jnp.minimum(diagonal + right + 1, len_k[b])
-        hi = jnp.where(inside, hi, 0)
-        bias = None if slopes is None else (slopes[b], diagonal)
-        out_tile, lse_tile = _attend(
-            q_tile, k, v, first_k[b], lo, hi, bias, sinks, softmax_scale=softmax_scale, softcap=softcap
-        )
-        out_tile = out_tile.reshape(tile_q, num_heads, head_dim_v).astype(out.dtype)
-        return tile_rows.write(out, out_tile, inside), tile_rows.write(lse, lse_tile.reshape(tile_q, num_heads), inside)
+        out_tile, lse_tile = _attend(tile, tile.read(q, num_kv_heads) * softmax_scale, k, v, sinks, softcap)
+        return tile.write(out, out_tile), tile.write(lse, lse_tile)
 
-    out, lse = jax.lax.fori_loop(0, jnp.minimum(ends[-1], owner.size), tile, (out, lse))
+    out, lse = batch.for_each_tile(step, (out, lse))
     return out, lse.T
 
 
-def _attend(q, k, v, first_k, lo, hi, bias, sinks, *, softmax_scale, softcap):
-    """Online softmax of one tile of q (tile_q, num_kv_heads, group_size, head_dim).
+def _attend(tile: TileQ, q, k, v, sinks, softcap: float):
+    """out (m, k, g, head_dim_v) and lse (m, k, g) of q (m, k, g, head_dim), by online softmax."""
 
-    Row i sees the keys lo[i] <= j < hi[i] of the sequence whose keys start at row `first_k`.
-    """
-    tile_q, num_kv_heads, group_size, _ = q.shape
-    tile_k = min(TILE_K, k.shape[0])
-    q = q.astype(jnp.float32) * softmax_scale
-    tile_hi = jnp.max(jnp.where(lo < hi, hi, 0))
-    tile_lo = jnp.min(jnp.where(lo < hi, lo, tile_hi))
-
-    def step(n, state):
+    def step(keys, state):
         row_max, row_sum, acc = state
-        start = tile_lo + n * tile_k
-        keys = _Slice.of(first_k + start, tile_k, k.shape[0])
-        j = keys.rows - first_k
-        fresh = (j >= start) & (j < tile_hi)
-        k_tile, v_tile = (keys.read(x, fresh).astype(jnp.float32) for x in (k, v))
-        s = jnp.einsum("mkgd,nkd->kgmn", q, k_tile, precision="highest")
-        if softcap:
-            s = softcap * jnp.tanh(s / softcap)
-        if bias is not None:
-            slopes, diagonal = bias
-            distance = jnp.abs(diagonal[:, None] - j[None, :]).astype(jnp.float32)
-            s = s - slopes[:, :, None, None] * distance[None, None]
-        seen = fresh[None, :] & (j[None, :] >= lo[:, None]) & (j[None, :] < hi[:, None])
-        s = jnp.where(seen[None, None], s, -jnp.inf)
+        s, _ = keys.logits(q, keys.read(k), softcap)
         new_max = jnp.maximum(row_max, s.max(-1))
         shift = jnp.where(new_max == -jnp.inf, 0, new_max)
         p = jnp.exp(s - shift[..., None])
         decay = jnp.exp(row_max - shift)
-        acc = acc * decay[..., None] + jnp.einsum("kgmn,nkd->kgmd", p, v_tile, precision="highest")
+        acc = acc * decay[..., None] + _einsum("kgmn,nkd->kgmd", p, keys.read(v))
         return new_max, row_sum * decay + p.sum(-1), acc
 
-    rows = (num_kv_heads, group_size, tile_q)
-    full = functools.partial(jnp.full_like, q, dtype=jnp.float32)  # like q: varies over the same axes of a mesh
+    rows = (*q.shape[1:3], q.shape[0])
+    full = functools.partial(jnp.full_like, q)  # like q: varies over the same axes of a mesh
     if sinks is None:
         row_max, row_sum = full(-jnp.inf, shape=rows), full(0, shape=rows)
     else:
         row_max, row_sum = jnp.broadcast_to(sinks[:, :, None], rows), full(1, shape=rows)
-    num_tiles = -(-(tile_hi - tile_lo) // tile_k)
-    acc = full(0, shape=(*rows, v.shape[2]))
-    row_max, row_sum, acc = jax.lax.fori_loop(0, num_tiles, step, (row_max, row_sum, acc))
+    row_max, row_sum, acc = tile.for_each_tile_k(step, (row_max, row_sum, full(0, shape=(*rows, v.shape[2]))))
     empty = row_sum == 0
     row_sum = jnp.where(empty, 1, row_sum)
     out = acc / row_sum[..., None]
@@ -132,37 +80,65 @@ def _attend(q, k, v, first_k, lo, hi, bias, sinks, *, softmax_scale, softcap):
     return jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
 
 
-class _Slice(NamedTuple):
-    """A stretch of rows of fixed size that is moved back into the array where it would leave it."""
+def bwd(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+    softmax_scale: Array,
+    alibi_slopes: Array | None,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    *,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Array, Array, Array]:
+    """dq, dk, dv in the dtypes of q, k, v, from lse and delta = rowsum(dout * out) - dlse, both (num_heads, total_q)."""
+    num_kv_heads = k.shape[1]
+    dq = jnp.zeros_like(q)
+    dk, dv = (jnp.zeros_like(q, jnp.float32, shape=x.shape) for x in (k, v))  # like q: see _attend
+    if cu_seqlens_q.shape[0] > 1 and q.shape[0] and k.shape[0]:
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right)
+        lse, delta = lse.T, delta.T
 
-    start: Array  # ()
-    rows: Array  # (size,)
+        def step(tile: TileQ, carry):
+            dq, dk, dv = carry
+            q_tile, dout_tile, lse_tile, delta_tile = (tile.read(x, num_kv_heads) for x in (q, dout, lse, delta))
+            rows = (q_tile * softmax_scale, dout_tile, lse_tile, delta_tile)
+            dq_tile, dk, dv = _differentiate(tile, rows, k, v, dk, dv, softcap)
+            return tile.write(dq, dq_tile * softmax_scale), dk, dv
 
-    @classmethod
-    def of(cls, start, size: int, total: int) -> _Slice:
-        start = jnp.clip(start, 0, total - size)
-        return cls(start, start + jnp.arange(size, dtype=jnp.int32))
-
-    def read(self, x, valid):
-        """The rows, zero where not valid: 0 * NaN is NaN, so nothing else may enter a product."""
-        rows = jax.lax.dynamic_slice_in_dim(x, self.start, self.rows.shape[0])
-        return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), rows, 0)
-
-    def write(self, x, rows, valid):
-        old = jax.lax.dynamic_slice_in_dim(x, self.start, self.rows.shape[0])
-        rows = jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), rows, old)
-        return jax.lax.dynamic_update_slice_in_dim(x, rows, self.start, 0)
+        dq, dk, dv = batch.for_each_tile(step, (dq, dk, dv))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _sequences(cu_seqlens, seqused, total: int) -> tuple[Array, Array]:
-    """First row and length of each sequence, both (batch,), within the array."""
-    cu_seqlens = jnp.clip(cu_seqlens, 0, total)
-    length = jnp.maximum(jnp.diff(cu_seqlens), 0)
-    return cu_seqlens[:-1], length if seqused is None else jnp.clip(seqused, 0, length)
+def _differentiate(tile: TileQ, rows, k, v, dk, dv, softcap: float):
+    """dq (m, k, g, head_dim) before it is scaled, and dk and dv with what the tile adds to them.
 
+    `rows` are q, scaled, and dout, lse and delta, all (m, k, g, ...).
+    """
+    q, dout, lse, delta = rows
+    lse, delta = (jnp.moveaxis(x, 0, 2)[..., None] for x in (lse, delta))  # (k, g, m, 1)
+    live = lse > -jnp.inf
 
-def _tile_q(total_q: int, batch: int) -> int:
-    """The mean length as a power of two: sequences are many or long, seldom both."""
-    mean = -(-total_q // batch)
-    tile = min(max(1 << (mean - 1).bit_length(), MIN_TILE_Q), MAX_TILE_Q)
-    return min(tile, total_q)
+    def step(keys, carry):
+        dq, dk, dv = carry
+        k_tile, v_tile = keys.read(k), keys.read(v)
+        s, tanh = keys.logits(q, k_tile, softcap)
+        p = jnp.where(live, jnp.exp(s - lse), 0)
+        ds = p * (_einsum("mkgd,nkd->kgmn", dout, v_tile) - delta)
+        ds = jnp.where(live & keys.seen[None, None], ds, 0)
+        if tanh is not None:
+            ds = ds * (1 - tanh * tanh)
+        dq = dq + _einsum("kgmn,nkd->mkgd", ds, k_tile)
+        dk = keys.add(dk, _einsum("kgmn,mkgd->nkd", ds, q))
+        dv = keys.add(dv, _einsum("kgmn,mkgd->nkd", p, dout))
+        return dq, dk, dv
+
+    return tile.for_each_tile_k(step, (jnp.zeros_like(q), dk, dv))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from . import blocked, kernels, shapes
 
@@ -51,7 +51,7 @@ def bwd(ops: dict[str, Any], **options):
 
 def _bind(primitive: Primitive, operands: tuple[str, ...], ops: dict[str, Any], options: dict[str, Any]):
     names = tuple(name for name in operands if ops.get(name) is not None)
-    return primitive.bind(*(ops[name] for name in names), names=names, **options)
+    return tuple(primitive.bind(*(ops[name] for name in names), names=names, **options))
 
 
 def same_varying(ops: dict[str, Any]) -> dict[str, Any]:
@@ -235,5 +235,14 @@ def _no_vmap(*_, **__):
     )
 
 
+def _no_jvp(*_, **__):
+    raise NotImplementedError(
+        "varlen_attention can be differentiated once, in reverse mode (jax.grad, jax.vjp). "
+        "jax_varlen.reference.varlen_attention has higher derivatives, for small inputs."
+    )
+
+
+ad.primitive_jvps[fwd_p] = _no_jvp
+ad.primitive_jvps[bwd_p] = _no_jvp
 batching.primitive_batchers[fwd_p] = _no_vmap
 batching.primitive_batchers[bwd_p] = _no_vmap

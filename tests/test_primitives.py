@@ -139,25 +139,6 @@ def test_manual_axes_on_a_platform_without_a_kernel():
     assert "stablehlo.while" in exported.mlir_module()
 
 
-def test_gradient_is_refused():
-    arrays, options = inputs()
-    q = arrays.pop("q")
-    loss = lambda q: varlen_attention(q, **arrays, **options).astype(jnp.float32).sum()
-    text = "no gradient in this version. jax_varlen.reference.varlen_attention is differentiable"
-    with pytest.raises(NotImplementedError, match=text):
-        jax.grad(loss)(q)
-    with pytest.raises(NotImplementedError, match=text):
-        jax.jit(jax.grad(loss))(q)
-    with pytest.raises(NotImplementedError, match=text):
-        jax.jvp(loss, (q,), (q,))
-
-
-def test_no_gradient_is_asked_of_offsets():
-    arrays, options = inputs()
-    out = jax.grad(lambda x: x * jax.lax.stop_gradient(varlen_attention(**arrays, **options).astype(jnp.float32)).sum())(1.0)
-    assert np.isfinite(out)
-
-
 def test_vmap_is_refused_with_what_to_do():
     arrays, options = inputs()
     q = arrays.pop("q")
