@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 MIN_JAXLIB = (0, 10, 0)
@@ -31,8 +31,8 @@ def _load_cpu() -> ModuleType:
     module = _load("_cpu")
     if module is None:
         raise ImportError(
-            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip install "
-            ".) and run from another folder, or install it editable (pip install -e .)."
+            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip "
+            "install .) and start Python elsewhere or with -P, which keeps the current folder out of the way: python -P -m jax_varlen."
         )
     return module
 
@@ -46,11 +46,11 @@ def _register(module: ModuleType | None, platform: str) -> None:
 
 def _require_jaxlib() -> None:
     """A handler runs only under a jaxlib at least as new as its headers; XLA itself would fail later, and in other words."""
-    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+    version = tuple(int(part) for part in jaxlib.version.__version__.split(".")[:3])
     if version < MIN_JAXLIB:
         wanted = ".".join(map(str, MIN_JAXLIB))
         raise ImportError(
-            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.__version__}. Install it: pip install 'jax>={wanted}'."
+            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.version.__version__}. Install it: pip install 'jax>={wanted}'."
         )
 
 
@@ -108,7 +108,7 @@ def info() -> dict[str, Any]:
     return {
         "version": __version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "platform": device.platform,
         "device": device.device_kind,
         "cpu": _describe(_cpu, "isa"),

