@@ -32,7 +32,8 @@ def _load_cpu() -> ModuleType:
     if module is None:
         raise ImportError(
             f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip "
-            "install .) and start Python elsewhere or with -P, which keeps the current folder out of the way: python -P -m jax_varlen."
+            "install .) and start Python elsewhere or with -P, which keeps the current folder out of the way: "
+            "python -P -m jax_varlen."
         )
     return module
 
@@ -50,7 +51,8 @@ def _require_jaxlib() -> None:
     if version < MIN_JAXLIB:
         wanted = ".".join(map(str, MIN_JAXLIB))
         raise ImportError(
-            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.version.__version__}. Install it: pip install 'jax>={wanted}'."
+            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.version.__version__}. Install it: "
+            f"pip install 'jax>={wanted}'."
         )
 
 
