@@ -29,6 +29,10 @@ struct Step {
   __device__ __forceinline__ Step Next(const KeyRange& tiles) const {
     return m + 1 < tiles.hi ? Step{head, m + 1} : Step{head + 1, tiles.lo};
   }
+
+  __device__ __forceinline__ Step Previous(const KeyRange& tiles) const {
+    return m > tiles.lo ? Step{head, m - 1} : Step{head - 1, tiles.hi - 1};
+  }
 };
 
 // The A operand of a step (16 columns) from two atoms of an accumulator.
@@ -131,8 +135,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
   const uint32_t address_k = At(AddressA<kHeadDim>(smem_k, 0), warp_column / 16);
   const uint32_t exchange = smem_p + threadIdx.x % kGroupThreads * 16;
 
-  const int64_t items = *list.count * p.num_kv_heads;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < *list.count * p.num_kv_heads; item += gridDim.x) {
     if (threadIdx.x < kWordsPerTile)
       reinterpret_cast<int32_t*>(&tile)[threadIdx.x] =
           reinterpret_cast<const int32_t*>(&list.tiles[item / num_kv_heads])[threadIdx.x];
@@ -164,23 +167,33 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
                         (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, i < rows);
     };
 
+    // Additions to a tile of dq in the order of the tiles of keys, each half of the warps by itself. A turn ends one step after
+    // its additions, when they are done and the fence need not wait.
+    auto turn_of = [&](const Step& step) {
+      return turns.counts + (step.head * turns.tiles + tile.q_begin / kTileM + tile.sequence + step.m) * 2 + is_ds;
+    };
+    auto end_turn = [&](const Step& step) {
+      __threadfence();
+      ptx::BarrierSync(kBarrierTurn + is_ds, kGroupThreads);
+      if (threadIdx.x % kGroupThreads == 0) ptx::StoreRelease(turn_of(step), ptx::LoadAcquire(turn_of(step)) + 1);
+    };
+
     // dQ += dS K: 32 rows and kQColumns columns a warp.
-    auto add_dq = [&](const Step& step, int stage) {
+    auto add_dq = [&](const Step& step, int i) {
       float acc_q[2][Config::kQColumns / 8][4] = {};
       Accumulate<T, kHeadDim, kTileN / 16>(
           acc_q,
           [&](uint32_t (&fragment)[4], int a, int kk) {
-            ptx::LoadMatrix4Transposed(fragment, At(address_ds + stage * kBytesP, a) + kk * (32 * kTileM));
+            ptx::LoadMatrix4Transposed(fragment, At(address_ds + i % 2 * kBytesP, a) + kk * (32 * kTileM));
           },
           address_k);
 
       const int query0 = step.m * kTileM;
-      int32_t* turn = nullptr;
       if (turns.counts) {
-        turn = turns.counts + (step.head * turns.tiles + tile.q_begin / kTileM + tile.sequence + step.m) * 2 + is_ds;
+        if (i > 0) end_turn(step.Previous(tiles));
         const int mine = tile.row / kTileN - VisibleTo(p, tile, query0).lo / kTileN;
         // Offsets that overlap could wait for a turn that never comes: the wait has an end, and the bits are then anyone's.
-        for (int i = 0; i < (1 << 22) && ptx::LoadAcquire(turn) < mine; ++i) {
+        for (int polls = 0; polls < (1 << 22) && ptx::LoadAcquire(turn_of(step)) < mine; ++polls) {
         }
       }
       const int row0 = query0 + 32 * warp_q + lane / 4, column0 = warp_column + 2 * (lane % 4);
@@ -189,23 +202,18 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
                   step.head * head_dim + column0;
       const int columns = head_dim - column0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool counts = row0 + 8 * i < tile.q_used;
+      for (int r = 0; r < 4; ++r) {
+        const bool counts = row0 + 8 * r < tile.q_used;
 #pragma unroll
         for (int n = 0; n < Config::kQColumns / 8; ++n)
           if (counts && 8 * n < columns)
-            ptx::AddGlobal2(dq + 8 * n, acc_q[i / 2][n][i % 2 * 2], acc_q[i / 2][n][i % 2 * 2 + 1]);
+            ptx::AddGlobal2(dq + 8 * n, acc_q[r / 2][n][r % 2 * 2], acc_q[r / 2][n][r % 2 * 2 + 1]);
         dq += 8 * row_stride;
-      }
-      if (turns.counts) {
-        __threadfence();
-        ptx::BarrierSync(kBarrierTurn + is_ds, kGroupThreads);
-        if (threadIdx.x % kGroupThreads == 0) ptx::StoreRelease(turn, ptx::LoadAcquire(turn) + 1);
       }
     };
 
     float acc[kAtoms][kHeadDim / 8][4] = {};  // dv or dk
-    Step step = {kv_head * group_size, tiles.lo}, last = step;
+    Step step = {kv_head * group_size, tiles.lo};
     if (steps > 0) {
       const int rows = tile.k_used - tile.row;
       const int64_t head_row = row_k * num_kv_heads + kv_head;
@@ -220,14 +228,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
     for (int i = 0; i < steps; ++i) {
       const int stage = i % kStages;
       const uint32_t tile_q = smem_q + stage * kBytesQ, tile_dout = smem_dout + stage * kBytesQ;
-      const Step next = step.Next(tiles);
 
       // This step's tiles are there, and nobody reads the last step's any more.
       ptx::WaitCopies<0>();
       __syncthreads();
-      if (kStages > 1 && i + 1 < steps) copy_step(next, (i + 1) % kStages);
+      if (kStages > 1 && i + 1 < steps) copy_step(step.Next(tiles), (i + 1) % kStages);
       ptx::CommitCopies();
-      if (is_ds && i > 0) add_dq(last, (i - 1) % 2);
+      if (is_ds && i > 0) add_dq(step.Previous(tiles), i - 1);
 
       // S^T = K Q^T, or dP^T = V dO^T.
       float acc_s[kAtoms][kTileM / 8][4];
@@ -298,15 +305,17 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
           AddressA<kHeadDim>(is_ds ? tile_q : tile_dout, 0));
       if constexpr (kStages == 1) {
         __syncthreads();
-        if (i + 1 < steps) copy_step(next, 0);
+        if (i + 1 < steps) copy_step(step.Next(tiles), 0);
         ptx::CommitCopies();
       }
-      if (!is_ds && i > 0) add_dq(last, (i - 1) % 2);
-      last = step;
-      step = next;
+      if (!is_ds && i > 0) add_dq(step.Previous(tiles), i - 1);
+      step = step.Next(tiles);
     }
     __syncthreads();
-    if (steps > 0) add_dq(last, (steps - 1) % 2);
+    if (steps > 0) {
+      add_dq(step.Previous(tiles), steps - 1);
+      if (turns.counts) end_turn(step.Previous(tiles));
+    }
 
     // dk and dv pass through the warp's own rows of K or V. Keys that do not count have gradient 0.
     __syncthreads();

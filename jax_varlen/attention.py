@@ -150,9 +150,13 @@ def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
+    sees_nothing = lse == -jnp.inf  # such a row gives no gradient, whatever its cotangents are
+    if not _every_row_sees_a_key(ops):
+        dout = jnp.where(sees_nothing.T[..., None], 0, dout)
     delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
     if not isinstance(dlse, SymbolicZero):
         delta = delta - dlse
+    delta = jnp.where(sees_nothing, 0, delta)
     grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
     cotangents = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
     if "sinks" in ops:
@@ -160,10 +164,15 @@ def _attention_bwd(options: Options, residuals, cotangents):
     return (cotangents,)
 
 
+def _every_row_sees_a_key(ops) -> bool:
+    """Windows hold the query's own position, so only lengths of the keys that are given apart can leave a row with nothing."""
+    return not {"cu_seqlens_k", "seqused_k"} & ops.keys()
+
+
 def _sinks_gradient(sinks, lse, delta):
     """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    row_gradient = jnp.exp(sinks[:, None] - lse) * delta
-    return -jnp.where(lse == -jnp.inf, 0, row_gradient).sum(1)
+    probability = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))
+    return -(probability * delta).sum(1)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
