@@ -8,9 +8,11 @@
 #include <new>
 #include <utility>
 
+#include "bwd_plan.h"
 #include "ffi_args.h"
 #include "fwd_plan.h"
 #include "isa.h"
+#include "offsets.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -33,24 +35,37 @@ char* ThreadScratch(size_t bytes) {
   return memory.get();
 }
 
-ffi::Error RunFwd(const FwdParams& params, ffi::ThreadPool& pool) {
-  const IsaChoice& choice = ChosenIsa();
-  if (!choice.error.empty()) return ffi::Error::InvalidArgument(choice.error);
-  if (const std::string error = CheckOffsets(params); !error.empty()) return ffi::Error::InvalidArgument(error);
+ffi::Error NoMemory(const char* what) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("varlen_attention found no memory for its ") + what + ".");
+}
 
-  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
-  const auto plan = std::make_shared<FwdPlan>(params, FwdKernelFor(choice.isa, params.dtype), num_threads);
+void GiveUp(FwdPlan&) {}
+void GiveUp(BwdPlan& plan) { plan.Abandon(); }
+
+template <typename Plan>
+ffi::Error RunPlan(const std::shared_ptr<Plan>& plan, int64_t num_threads, ffi::ThreadPool& pool) {
   const auto no_memory = std::make_shared<std::atomic<bool>>(false);
   RunUnits(pool, num_threads, plan->num_units(), [plan, no_memory](int64_t unit) {
     char* scratch = ThreadScratch(plan->scratch_bytes());
-    if (scratch == nullptr)
-      no_memory->store(true);
-    else
-      plan->RunUnit(unit, scratch);
+    if (scratch != nullptr) return plan->RunUnit(unit, scratch);
+    no_memory->store(true);
+    GiveUp(*plan);
   });
-  if (no_memory->load())
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "varlen_attention found no memory for its scratch tiles.");
-  return ffi::Error::Success();
+  return no_memory->load() ? NoMemory("scratch tiles") : ffi::Error::Success();
+}
+
+// What both passes do first. `Plan` is made of the params and of the kernel that kernel_for names.
+template <typename Plan, typename Params, typename KernelFor>
+ffi::Error Run(const Params& params, const FwdParams& fwd, const KernelFor& kernel_for, ffi::ThreadPool& pool) {
+  const IsaChoice& choice = ChosenIsa();
+  if (!choice.error.empty()) return ffi::Error::InvalidArgument(choice.error);
+  if (const std::string error = CheckOffsets(fwd); !error.empty()) return ffi::Error::InvalidArgument(error);
+  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
+  try {
+    return RunPlan(std::make_shared<Plan>(params, kernel_for(choice.isa, fwd.dtype), num_threads), num_threads, pool);
+  } catch (const std::bad_alloc&) {
+    return NoMemory("list of tiles");
+  }
 }
 
 ffi::Error Fwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
@@ -61,18 +76,28 @@ ffi::Error Fwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_
   const ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
                                        alibi_slopes, sinks, out, lse, window_left, window_right, softcap, &params);
   if (error.failure()) return error;
-  try {
-    return RunFwd(params, pool);
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "varlen_attention found no memory for its list of tiles.");
-  }
+  return Run<FwdPlan>(params, params, FwdKernelFor, pool);
+}
+
+ffi::Error Bwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+               Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, ffi::AnyBuffer dout, Floats lse,
+               Floats delta, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+               int64_t window_left, int64_t window_right, float softcap, ffi::ThreadPool pool) {
+  BwdParams params;
+  const ffi::Error error =
+      ReadBwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, dout, lse, delta, dq,
+                  dk, dv, window_left, window_right, softcap, q.element_type(), &params);
+  if (error.failure()) return error;
+  return Run<BwdPlan>(params, params.fwd, BwdKernelFor, pool);
 }
 
 XLA_FFI_DEFINE_HANDLER(FwdHandler, Fwd, BindFwdArgs().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(BwdHandler, Bwd, BindBwdArgs().Ctx<ffi::ThreadPool>());
 
 nb::dict Registrations() {
   nb::dict targets;
   targets["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(FwdHandler));
+  targets["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(BwdHandler));
   return targets;
 }
 

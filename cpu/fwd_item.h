@@ -6,6 +6,7 @@
 
 #include "fwd_matmul.h"
 #include "fwd_softmax.h"
+#include "scratch.h"
 
 namespace jax_varlen {
 namespace {
@@ -31,28 +32,6 @@ struct Buffers {
            4 * (k_words + v_words + s_floats) + 5 * kCacheLine;
   }
 };
-
-template <typename T>
-T* Take(int64_t count, char** scratch) {
-  T* p = reinterpret_cast<T*>(*scratch);
-  *scratch += RoundUp(count * sizeof(T), 64);
-  return p;
-}
-
-template <typename Engine>
-void PackQ(const FwdParams& p, Strip* strip) {
-  typedef typename Engine::Data::T T;
-  const int64_t dims = p.head_dim;
-  for (int64_t lane = 0; lane < strip->stride(); lane += kLanes) {
-    const T* rows[kLanes];
-    for (int i = 0; i < kLanes; ++i)
-      rows[i] =
-          lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset(lane + i, p.num_heads) * dims : nullptr;
-    TransposeIn(
-        rows, Engine::Words(dims), [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); },
-        strip->q + lane, strip->stride());
-  }
-}
 
 // While the tile that ends at key `end` is worked on: the next one, or what follows the last.
 template <typename Engine>
@@ -116,7 +95,8 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
     strip->q = Take<float>(sizes.q_floats, &scratch);
     strip->o = Take<float>(sizes.o_floats, &scratch);
     InitStrip(p, item, item.row_begin + i * kStripRows, strip);
-    if (strip->key_begin < strip->key_end) PackQ<Engine>(p, strip);
+    if (strip->key_begin < strip->key_end)
+      PackTransposed<Engine>(static_cast<const T*>(p.q), p.head_dim, p.num_heads, *strip, strip->q);
     key_begin = Min(key_begin, strip->key_begin);
     key_end = Max(key_end, strip->key_end);
   }

@@ -1,58 +1,13 @@
 #include "fwd_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 
+#include "offsets.h"
+#include "units.h"
+
 namespace jax_varlen {
-namespace {
-
-int64_t UsedLength(const int32_t* cu_seqlens, const int32_t* seqused, int64_t sequence) {
-  return seqused != nullptr ? seqused[sequence] : int64_t{cu_seqlens[sequence + 1]} - cu_seqlens[sequence];
-}
-
-std::string Element(const std::string& name, int64_t i, int64_t value) {
-  return name + "[" + std::to_string(i) + "] is " + std::to_string(value);
-}
-
-std::string CheckCuSeqlens(const std::string& name, const char* array, const int32_t* cu, int64_t batch,
-                           int64_t total) {
-  if (cu[0] < 0) return name + " must not be negative: " + Element(name, 0, cu[0]) + "; the first offset is usually 0.";
-  for (int64_t b = 0; b < batch; ++b)
-    if (cu[b + 1] < cu[b])
-      return name + " must not decrease: " + Element(name, b + 1, cu[b + 1]) + " after " + name + "[" +
-             std::to_string(b) + "] = " + std::to_string(cu[b]) +
-             "; offsets are running sums of lengths, as cu_seqlens_from_lengths makes them.";
-  if (cu[batch] > total)
-    return name + " must end within the " + std::to_string(total) + " rows of " + array + ": " +
-           Element(name, batch, cu[batch]) + "; the last offset is the sum of the lengths.";
-  return "";
-}
-
-std::string CheckSeqused(const std::string& name, const std::string& cu_name, const int32_t* seqused, const int32_t* cu,
-                         int64_t batch) {
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t rows = int64_t{cu[b + 1]} - cu[b];
-    if (seqused[b] < 0 || seqused[b] > rows)
-      return name + " must lie between 0 and the rows that " + cu_name +
-             " gives a sequence: " + Element(name, b, seqused[b]) + " for a sequence of " + std::to_string(rows) +
-             " rows.";
-  }
-  return "";
-}
-
-}  // namespace
-
-std::string CheckOffsets(const FwdParams& p) {
-  std::string error = CheckCuSeqlens("cu_seqlens_q", "q", p.cu_seqlens_q, p.batch, p.total_q);
-  if (error.empty()) error = CheckCuSeqlens("cu_seqlens_k", "k", p.cu_seqlens_k, p.batch, p.total_k);
-  if (error.empty() && p.seqused_q != nullptr)
-    error = CheckSeqused("seqused_q", "cu_seqlens_q", p.seqused_q, p.cu_seqlens_q, p.batch);
-  if (error.empty() && p.seqused_k != nullptr)
-    error = CheckSeqused("seqused_k", "cu_seqlens_k", p.seqused_k, p.cu_seqlens_k, p.batch);
-  return error;
-}
 
 FwdPlan::FwdPlan(const FwdParams& params, const FwdKernel& kernel, int64_t num_threads)
     : params_(params), kernel_(kernel) {
@@ -61,8 +16,9 @@ FwdPlan::FwdPlan(const FwdParams& params, const FwdKernel& kernel, int64_t num_t
   AddNobody(0, params.cu_seqlens_q[0]);
   for (int64_t b = 0; b < params.batch; ++b) AddSequence(b, rows_per_item);
   AddNobody(params.cu_seqlens_q[params.batch], params.total_q);
-  SortByCost();
-  CutUnits(num_threads);
+  for (Chunk& chunk : chunks_) chunk.cost = Cost(chunk);
+  SortByCost(&chunks_);
+  unit_begin_ = CutUnits(chunks_, params.num_kv_heads, num_threads);
 }
 
 // Many rows share the packing of a tile of keys; few keep all threads busy and the strips in the cache.
@@ -79,13 +35,13 @@ void FwdPlan::AddSequence(int64_t sequence, int64_t rows_per_item) {
   const int64_t used = UsedLength(params_.cu_seqlens_q, params_.seqused_q, sequence);
   const int64_t rows = used * (params_.num_heads / params_.num_kv_heads);
   for (int64_t row = 0; row < rows; row += rows_per_item)
-    chunks_.push_back({sequence, row, std::min(rows, row + rows_per_item)});
+    chunks_.push_back({sequence, row, std::min(rows, row + rows_per_item), 0});
   AddNobody(params_.cu_seqlens_q[sequence] + used, params_.cu_seqlens_q[sequence + 1]);
 }
 
 void FwdPlan::AddNobody(int64_t begin, int64_t end) {
   constexpr int64_t kRows = 1024;
-  for (; begin < end; begin += kRows) chunks_.push_back({kNobody, begin, std::min(end, begin + kRows)});
+  for (; begin < end; begin += kRows) chunks_.push_back({kNobody, begin, std::min(end, begin + kRows), 0});
 }
 
 double FwdPlan::Cost(const Chunk& chunk) const {
@@ -101,46 +57,6 @@ double FwdPlan::Cost(const Chunk& chunk) const {
     last = std::min(last, (chunk.row_end - 1) / group_size + shift + params_.window_right + 1);
   const double keys = static_cast<double>(std::max<int64_t>(0, last - first));
   return rows * (keys + kPerRow) * static_cast<double>(params_.head_dim + params_.head_dim_v);
-}
-
-// In buckets of a quarter of an octave: linear in the chunks, and as good as exact for balance.
-void FwdPlan::SortByCost() {
-  constexpr int kBuckets = 256;
-  const auto bucket = [this](const Chunk& chunk) {
-    const int octave_quarters = static_cast<int>(4 * std::log2(1 + Cost(chunk)));
-    return kBuckets - 1 - std::min(octave_quarters, kBuckets - 1);
-  };
-  std::vector<uint8_t> bucket_of(chunks_.size());
-  int64_t begin[kBuckets + 1] = {};
-  for (size_t i = 0; i < chunks_.size(); ++i) ++begin[(bucket_of[i] = static_cast<uint8_t>(bucket(chunks_[i]))) + 1];
-  for (int i = 0; i < kBuckets; ++i) begin[i + 1] += begin[i];
-  std::vector<Chunk> sorted(chunks_.size());
-  for (size_t i = 0; i < chunks_.size(); ++i) sorted[begin[bucket_of[i]]++] = chunks_[i];
-  chunks_ = std::move(sorted);
-}
-
-// Small items share a unit, so that claiming it costs little beside the work.
-void FwdPlan::CutUnits(int64_t num_threads) {
-  constexpr double kUnitCost = 1e6, kUnitsPerThread = 16;
-  std::vector<double> cost;
-  double total = 0;
-  for (const Chunk& chunk : chunks_) {
-    cost.push_back(Cost(chunk));
-    total += cost.back() * static_cast<double>(params_.num_kv_heads);
-  }
-  const double quantum = std::min(kUnitCost, total / (static_cast<double>(num_threads) * kUnitsPerThread));
-  double sum = 0;
-  int64_t item = 0;
-  unit_begin_.push_back(0);
-  for (const double each : cost)
-    for (int64_t h = 0; h < params_.num_kv_heads; ++h) {
-      ++item;
-      sum += each;
-      if (sum < quantum) continue;
-      unit_begin_.push_back(item);
-      sum = 0;
-    }
-  if (unit_begin_.back() < item) unit_begin_.push_back(item);
 }
 
 FwdItem FwdPlan::ItemOf(const Chunk& chunk, int64_t kv_head) const {

@@ -1,15 +1,11 @@
 // How a ragged batch becomes units of work of like size, long ones first. Memory is linear in sequences and rows.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "fwd_kernel.h"
 
 namespace jax_varlen {
-
-// A sentence about the first wrong value in the offsets and used lengths; empty when all are right.
-std::string CheckOffsets(const FwdParams& params);
 
 class FwdPlan {
  public:
@@ -26,6 +22,7 @@ class FwdPlan {
   struct Chunk {
     int64_t sequence;  // kNobody for the latter
     int64_t row_begin, row_end;
+    double cost;  // of one kv head
   };
   static constexpr int64_t kNobody = -1;
 
@@ -33,8 +30,6 @@ class FwdPlan {
   void AddSequence(int64_t sequence, int64_t rows_per_item);
   void AddNobody(int64_t begin, int64_t end);
   double Cost(const Chunk& chunk) const;  // of one kv head, in multiply-adds
-  void SortByCost();
-  void CutUnits(int64_t num_threads);
   FwdItem ItemOf(const Chunk& chunk, int64_t kv_head) const;
   void ClearNobody(const Chunk& chunk, int64_t kv_head) const;
 

@@ -85,6 +85,28 @@ inline void TransposeIn(const T* const (&rows)[kLanes], int64_t n, const LoadWor
   }
 }
 
+// The strip's rows of q, or of an array like it, as words [word][lane]; lanes beyond its rows are zero.
+template <typename Engine>
+void PackTransposed(const typename Engine::Data::T* array, int64_t dims, int64_t num_heads, const Strip& strip, float* dst) {
+  const typename Engine::Data::T* rows[kLanes];
+  for (int64_t lane = 0; lane < strip.stride(); lane += kLanes) {
+    for (int i = 0; i < kLanes; ++i)
+      rows[i] = lane + i < strip.rows ? array + strip.offset(lane + i, num_heads) * dims : nullptr;
+    TransposeIn(
+        rows, Engine::Words(dims), [dims](auto* row, int64_t word) { return Engine::LoadWords(row, word, dims); }, dst + lane,
+        strip.stride());
+  }
+}
+
+// The first n elements of a vector, all where n is more.
+template <typename D>
+inline void StoreSome(F x, typename D::T* p, int64_t n) {
+  if (n >= kLanes) return D::StoreVector(x, p);
+  typename D::T padded[kLanes];
+  D::StoreVector(x, padded);
+  memcpy(p, padded, n * sizeof *p);
+}
+
 // The output of kLanes lanes at a time: o / row_sum with the sink counted in, and lse.
 struct Finished {
   F row_sum, inverse, lse;
@@ -125,13 +147,7 @@ void FinishStrip(const FwdParams& p, const Strip& strip) {
       Transpose(r);
       for (int64_t i = 0; i < rows; ++i) {
         T* out = static_cast<T*>(p.out) + strip.offset(lane + i, p.num_heads) * dims + c;
-        if (c + kLanes <= dims) {
-          D::StoreVector(r[i], out);
-        } else {
-          T padded[kLanes];
-          D::StoreVector(r[i], padded);
-          memcpy(out, padded, (dims - c) * sizeof(T));
-        }
+        StoreSome<D>(r[i], out, dims - c);
       }
     }
   }

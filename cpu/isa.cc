@@ -99,4 +99,14 @@ FwdKernel FwdKernelFor(Isa isa, DType dtype) {
   return FwdGeneric(dtype);
 }
 
+// In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what P - delta has left.
+BwdKernel BwdKernelFor(Isa isa, DType dtype) {
+#if defined(__x86_64__)
+  if (isa >= Isa::kAvx512) return BwdAvx512(dtype);
+  if (isa == Isa::kAvx2) return BwdAvx2(dtype);
+#endif
+  (void)isa;
+  return BwdGeneric(dtype);
+}
+
 }  // namespace jax_varlen

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "bwd_kernel.h"
 #include "fwd_kernel.h"
 
 namespace jax_varlen {
@@ -18,5 +19,6 @@ struct IsaChoice {
 const IsaChoice& ChosenIsa();
 const char* IsaName(Isa isa);
 FwdKernel FwdKernelFor(Isa isa, DType dtype);
+BwdKernel BwdKernelFor(Isa isa, DType dtype);
 
 }  // namespace jax_varlen

@@ -1,0 +1,16 @@
+// The values of cu_seqlens and seqused, which XLA only knows when it runs.
+#pragma once
+
+#include <string>
+
+#include "params.h"
+
+namespace jax_varlen {
+
+// A sentence about the first wrong value in the offsets and used lengths; empty when all are right.
+std::string CheckOffsets(const FwdParams& params);
+
+// The rows of a sequence that count. seqused may be null.
+int64_t UsedLength(const int32_t* cu_seqlens, const int32_t* seqused, int64_t sequence);
+
+}  // namespace jax_varlen
