@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "params.h"
 #include "xla/ffi/api/ffi.h"
@@ -34,6 +35,30 @@ inline auto BindFwdArgs() {
       .Arg<Floats>()
       .Ret<ffi::AnyBuffer>()
       .Ret<Floats>()
+      .Attr<int64_t>("window_left")
+      .Attr<int64_t>("window_right")
+      .Attr<float>("softcap");
+}
+
+// Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, dout, lse,
+// delta; dq, dk, dv; window_left, window_right, softcap.
+inline auto BindBwdArgs() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
       .Attr<int64_t>("window_left")
       .Attr<int64_t>("window_right")
       .Attr<float>("softcap");
@@ -69,10 +94,10 @@ const T* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(buffer.untyped_data());
 }
 
-inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
-                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, Floats sinks,
-                              ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse, int64_t window_left,
-                              int64_t window_right, float softcap, FwdParams* params) {
+// All but the results, and lse. `sinks` may be null: the backward pass needs none.
+inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+                             Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
+                             const Floats* sinks, int64_t window_left, int64_t window_right, float softcap, FwdParams* params) {
   using internal::BadShape;
   using internal::Dims;
   using internal::Equal;
@@ -90,8 +115,8 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
     default:
       return ffi::Error::InvalidArgument("q must be float32, bfloat16 or float16.");
   }
-  if (k.element_type() != q.element_type() || v.element_type() != q.element_type() || out->element_type() != q.element_type())
-    return ffi::Error::InvalidArgument("q, k, v and out must have one dtype.");
+  if (k.element_type() != q.element_type() || v.element_type() != q.element_type())
+    return ffi::Error::InvalidArgument("q, k and v must have one dtype.");
 
   const Dims dq = q.dimensions(), dk = k.dimensions(), dv = v.dimensions(), dcu = cu_seqlens_q.dimensions();
   if (dq.size() != 3) return BadShape("q", dq, "(total_q, num_heads, head_dim)");
@@ -114,11 +139,8 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
   const bool alibi_per_sequence = Equal(alibi_slopes.dimensions(), {batch, num_heads});
   if (alibi_slopes.element_count() != 0 && !alibi_per_sequence && !Equal(alibi_slopes.dimensions(), {num_heads}))
     return BadShape("alibi_slopes", alibi_slopes.dimensions(), "(num_heads,) or (batch, num_heads)");
-  if (sinks.element_count() != 0 && !Equal(sinks.dimensions(), {num_heads}))
-    return BadShape("sinks", sinks.dimensions(), "(num_heads,)");
-  if (!Equal(out->dimensions(), {total_q, num_heads, head_dim_v}))
-    return BadShape("out", out->dimensions(), "(total_q, num_heads, head_dim_v)");
-  if (!Equal(lse->dimensions(), {num_heads, total_q})) return BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
+  if (sinks && sinks->element_count() != 0 && !Equal(sinks->dimensions(), {num_heads}))
+    return BadShape("sinks", sinks->dimensions(), "(num_heads,)");
 
   params->q = q.untyped_data();
   params->k = k.untyped_data();
@@ -129,9 +151,9 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
   params->seqused_k = DataOrNull<int32_t>(seqused_k);
   params->softmax_scale = softmax_scale.typed_data();
   params->alibi_slopes = DataOrNull<float>(alibi_slopes);
-  params->sinks = DataOrNull<float>(sinks);
-  params->out = out->untyped_data();
-  params->lse = lse->typed_data();
+  params->sinks = sinks ? DataOrNull<float>(*sinks) : nullptr;
+  params->out = nullptr;
+  params->lse = nullptr;
   params->total_q = total_q;
   params->total_k = total_k;
   params->batch = batch;
@@ -143,6 +165,57 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
   params->window_left = window_left;
   params->window_right = window_right;
   params->softcap = softcap;
+  return ffi::Error::Success();
+}
+
+inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, Floats sinks,
+                              ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse, int64_t window_left,
+                              int64_t window_right, float softcap, FwdParams* params) {
+  ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, &sinks,
+                                window_left, window_right, softcap, params);
+  if (error.failure()) return error;
+  if (out->element_type() != q.element_type()) return ffi::Error::InvalidArgument("out must have the dtype of q.");
+  if (!internal::Equal(out->dimensions(), {params->total_q, params->num_heads, params->head_dim_v}))
+    return internal::BadShape("out", out->dimensions(), "(total_q, num_heads, head_dim_v)");
+  if (!internal::Equal(lse->dimensions(), {params->num_heads, params->total_q}))
+    return internal::BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
+  params->out = out->untyped_data();
+  params->lse = lse->typed_data();
+  return ffi::Error::Success();
+}
+
+// dq has the dtype that the platform gives it: that of q, or float32 where it is accumulated in device memory.
+inline ffi::Error ReadBwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
+                              ffi::AnyBuffer dout, Floats lse, Floats delta, ffi::Result<ffi::AnyBuffer> dq,
+                              ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv, int64_t window_left,
+                              int64_t window_right, float softcap, ffi::DataType dq_type, BwdParams* params) {
+  FwdParams& fwd = params->fwd;
+  ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, nullptr,
+                                window_left, window_right, softcap, &fwd);
+  if (error.failure()) return error;
+  if (dout.element_type() != q.element_type() || dk->element_type() != q.element_type() ||
+      dv->element_type() != q.element_type())
+    return ffi::Error::InvalidArgument("dout, dk and dv must have the dtype of q.");
+  if (dq->element_type() != dq_type) return ffi::Error::InvalidArgument("dq has the wrong dtype.");
+  if (!internal::Equal(dout.dimensions(), {fwd.total_q, fwd.num_heads, fwd.head_dim_v}))
+    return internal::BadShape("dout", dout.dimensions(), "(total_q, num_heads, head_dim_v)");
+  for (const auto& [name, x] : {std::pair("lse", lse), std::pair("delta", delta)})
+    if (!internal::Equal(x.dimensions(), {fwd.num_heads, fwd.total_q}))
+      return internal::BadShape(name, x.dimensions(), "(num_heads, total_q)");
+  if (!internal::Equal(dq->dimensions(), {fwd.total_q, fwd.num_heads, fwd.head_dim}))
+    return internal::BadShape("dq", dq->dimensions(), "(total_q, num_heads, head_dim)");
+  if (!internal::Equal(dk->dimensions(), {fwd.total_k, fwd.num_kv_heads, fwd.head_dim}))
+    return internal::BadShape("dk", dk->dimensions(), "(total_k, num_kv_heads, head_dim)");
+  if (!internal::Equal(dv->dimensions(), {fwd.total_k, fwd.num_kv_heads, fwd.head_dim_v}))
+    return internal::BadShape("dv", dv->dimensions(), "(total_k, num_kv_heads, head_dim_v)");
+  fwd.lse = lse.typed_data();
+  params->dout = dout.untyped_data();
+  params->delta = delta.typed_data();
+  params->dq = dq->untyped_data();
+  params->dk = dk->untyped_data();
+  params->dv = dv->untyped_data();
   return ffi::Error::Success();
 }
 

@@ -45,11 +45,11 @@ struct FwdParams {
 // The backward pass. Of `fwd` it reads all but `out` and `sinks`; lse is that of the forward pass, or of a merged one.
 struct BwdParams {
   FwdParams fwd;
-  const void* dout;     // (total_q, num_heads, head_dim_v)
-  const float* delta;   // (num_heads, total_q): rowsum(dout * out) - dlse
-  void* dq;             // (total_q, num_heads, head_dim)
-  void* dk;             // (total_k, num_kv_heads, head_dim)
-  void* dv;             // (total_k, num_kv_heads, head_dim_v)
+  const void* dout;    // (total_q, num_heads, head_dim_v)
+  const float* delta;  // (num_heads, total_q): rowsum(dout * out) - dlse
+  void* dq;            // (total_q, num_heads, head_dim)
+  void* dk;            // (total_k, num_kv_heads, head_dim)
+  void* dv;            // (total_k, num_kv_heads, head_dim_v)
 };
 
 }  // namespace jax_varlen

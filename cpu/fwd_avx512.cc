@@ -1,12 +1,8 @@
+// clang-format off: the vectors come first, everything else is written in them.
 #include "simd_avx512.h"
-// The vectors come first: everything below is written in them.
-#include "simd_math.h"
-#include "fwd_strip.h"
-#include "fwd_fetch.h"
-#include "fwd_matmul.h"
-#include "fwd_softmax.h"
 #include "fwd_fma.h"
 #include "fwd_item.h"
+// clang-format on
 
 namespace jax_varlen {
 

@@ -1,6 +1,8 @@
 // The engine of the bfloat16 dot instruction: a word is two bfloat16, and a product adds both to a float.
 #pragma once
 
+#include "fwd_fma.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -50,40 +52,41 @@ struct Bf16Engine {
 
   static int64_t Words(int64_t head_dim) { return (head_dim + 1) / 2; }
   static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
-  static int64_t VWords(int64_t dims) { return kTileKeys / 2 * RoundUp(dims, kLanes); }
+  static int64_t KWords(int64_t head_dim) { return kTileKeys * RowStride(Words(head_dim)); }
+  static int64_t VWords(int64_t dims) { return kTileKeys / 2 * RowStride(dims); }
   static void Begin() {}
   static void End() {}
 
-  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) {
-    return Bits<F>(LoadWords16(row, word, dims));
+  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bits<F>(LoadWords16(row, word, dims)); }
+
+  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
+                          Word* packed) {
+    const int64_t stride = RowStride(Words(dims));
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t w = 0; w < Words(dims); w += kLanes)
+        Store(packed + n * stride + w, LoadWords16(k + n * row_stride, w, dims));
+    return {packed, stride};
   }
 
-  static void PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
-    for (int64_t w = 0; w < Words(dims); w += kLanes) {
-      Word* to = dst + w / kChunkWords * kTileKeys * kChunkWords + w % kChunkWords;
-      for (int64_t n = begin; n < end; ++n)
-        Store(to + n * kChunkWords, LoadWords16(k + (n - begin) * row_stride, w, dims));
-    }
-  }
-
-  static void PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
-    const int64_t stride = RoundUp(dims, kLanes);
+  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
+                          Word* packed) {
+    const int64_t stride = RowStride(dims);
     for (int64_t n = begin / 2 * 2; n < end; n += 2) {
-      const uint16_t* low = n < begin ? nullptr : v + (n - begin) * row_stride;
-      const uint16_t* high = n + 1 < end ? v + (n + 1 - begin) * row_stride : nullptr;
-      for (int64_t c = 0; c < dims; c += kLanes) Store(dst + n / 2 * stride + c, LoadPairs(low, high, c, dims));
+      const uint16_t* low = n < begin ? nullptr : v + n * row_stride;
+      const uint16_t* high = n + 1 < end ? v + (n + 1) * row_stride : nullptr;
+      for (int64_t c = 0; c < dims; c += kLanes) Store(packed + n / 2 * stride + c, LoadPairs(low, high, c, dims));
     }
+    return {packed, stride};
   }
 
-  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
-                    float* s, Fetcher* fetcher) {
+  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
+                    Fetcher* fetcher) {
     Scores<Bf16Op>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
-  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+  static void Accumulate(Strip* strip, Rows<Word> v, const float* p, int64_t dims, int64_t begin, int64_t end,
                          Fetcher* fetcher) {
-    Output<Bf16Op>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
-                       strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
+    Output<Bf16Op>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

@@ -1,6 +1,9 @@
 // The engine of vector multiply-adds: words are floats, whatever the dtype of the arrays.
 #pragma once
 
+#include "fwd_matmul.h"
+#include "fwd_strip.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -46,7 +49,8 @@ struct FmaEngine {
 
   static int64_t Words(int64_t head_dim) { return head_dim; }
   static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kLanes); }
-  static int64_t VWords(int64_t dims) { return kTileKeys * RoundUp(dims, kLanes); }
+  static int64_t KWords(int64_t head_dim) { return kTileKeys * RowStride(head_dim); }
+  static int64_t VWords(int64_t dims) { return kTileKeys * RowStride(dims); }
   static void Begin() {}
   static void End() {}
 
@@ -54,30 +58,36 @@ struct FmaEngine {
     return LoadSome<D>(row + word, dims - word);
   }
 
-  static void PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
-    for (int64_t w = 0; w < dims; w += kLanes) {
-      Word* to = dst + w / kChunkWords * kTileKeys * kChunkWords + w % kChunkWords;
-      for (int64_t n = begin; n < end; ++n)
-        Store(to + n * kChunkWords, LoadSome<D>(k + (n - begin) * row_stride + w, dims - w));
+  // Rows begin .. end as floats. A row of floats serves as it lies, where it is read along its length.
+  static Rows<Word> PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
+                          Word* packed) {
+    if constexpr (sizeof(typename D::T) == sizeof(Word))
+      return {k, row_stride};
+    else
+      return PackV(k, row_stride, dims, begin, end, packed);
+  }
+
+  static Rows<Word> PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
+                          Word* packed) {
+    const int64_t stride = RowStride(dims);
+    for (int64_t n = begin; n < end; ++n) {
+      const typename D::T* row = v + n * row_stride;
+      Word* to = packed + n * stride;
+      int64_t c = 0;
+      for (; c + kLanes <= dims; c += kLanes) Store(to + c, D::LoadVector(row + c));
+      if (c < dims) Store(to + c, LoadSome<D>(row + c, dims - c));
     }
+    return {packed, stride};
   }
 
-  static void PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* dst) {
-    const int64_t stride = RoundUp(dims, kLanes);
-    for (int64_t n = begin; n < end; ++n)
-      for (int64_t c = 0; c < dims; c += kLanes)
-        Store(dst + n * stride + c, LoadSome<D>(v + (n - begin) * row_stride + c, dims - c));
-  }
-
-  static void Score(const Strip& strip, const Word* k, int64_t words, float scale, int64_t begin, int64_t end,
-                    float* s, Fetcher* fetcher) {
+  static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
+                    Fetcher* fetcher) {
     Scores<FmaOp>(strip.vectors, k, strip.q, words, scale, begin, end, s, fetcher);
   }
 
-  static void Accumulate(Strip* strip, const Word* v, const float* p, int64_t dims, int64_t begin, int64_t end,
+  static void Accumulate(Strip* strip, Rows<Word> v, const float* p, int64_t dims, int64_t begin, int64_t end,
                          Fetcher* fetcher) {
-    Output<FmaOp>(strip->vectors, v, RoundUp(dims, kLanes), p, begin, end, dims,
-                      strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
+    Output<FmaOp>(strip->vectors, v, p, begin, end, dims, strip->empty ? nullptr : strip->alpha, strip->o, fetcher);
   }
 };
 

@@ -1,8 +1,11 @@
-// The forward pass of one item: its rows in strips, its keys in tiles, every tile of k and v packed once for all strips.
+// The forward pass of one item: its rows in strips, its keys in tiles, every tile packed once for all strips.
 //
 // Strips and tiles are cut at fixed multiples of their sizes, and a strip takes of a tile only the keys that one of its
 // rows sees. So the bits of a row depend on its own sequence alone, not on how rows were shared out among items.
 #pragma once
+
+#include "fwd_matmul.h"
+#include "fwd_softmax.h"
 
 namespace jax_varlen {
 namespace {
@@ -18,7 +21,7 @@ struct Buffers {
   explicit Buffers(const FwdParams& p) {
     q_floats = RoundUp(Engine::Words(p.head_dim), kLanes) * kStripRows;
     o_floats = Engine::OutputRows(p.head_dim_v) * kStripRows;
-    k_words = RoundUp(Engine::Words(p.head_dim), kChunkWords) * kTileKeys;
+    k_words = Engine::KWords(p.head_dim);
     v_words = Engine::VWords(p.head_dim_v);
     s_floats = kTileKeys * kStripRows;
   }
@@ -43,23 +46,12 @@ void PackQ(const FwdParams& p, Strip* strip) {
   for (int64_t lane = 0; lane < strip->stride(); lane += kLanes) {
     const T* rows[kLanes];
     for (int i = 0; i < kLanes; ++i)
-      rows[i] = lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset[lane + i] * dims : nullptr;
+      rows[i] =
+          lane + i < strip->rows ? static_cast<const T*>(p.q) + strip->offset(lane + i, p.num_heads) * dims : nullptr;
     TransposeIn(
-        rows, Engine::Words(dims),
-        [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); }, strip->q + lane,
-        strip->stride());
+        rows, Engine::Words(dims), [dims](const T* row, int64_t word) { return Engine::LoadWords(row, word, dims); },
+        strip->q + lane, strip->stride());
   }
-}
-
-// Keys begin .. end of a tile that starts at key `tile`; the rest of what the inner products may touch becomes zero.
-template <typename Engine>
-void PackTile(const FwdParams& p, const FwdItem& item, int64_t tile, int64_t begin, int64_t end,
-              typename Engine::Word* k, typename Engine::Word* v) {
-  typedef typename Engine::Data::T T;
-  const int64_t row = (item.first_k + tile + begin) * p.num_kv_heads + item.kv_head;
-  Engine::PackK(static_cast<const T*>(p.k) + row * p.head_dim, p.num_kv_heads * p.head_dim, p.head_dim, begin, end, k);
-  Engine::PackV(static_cast<const T*>(p.v) + row * p.head_dim_v, p.num_kv_heads * p.head_dim_v, p.head_dim_v, begin,
-                end, v);
 }
 
 // While the tile that ends at key `end` is worked on: the next one, or what follows the last.
@@ -81,7 +73,8 @@ void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, i
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
 template <typename Engine>
 void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
-                const typename Engine::Word* k, const typename Engine::Word* v, float* s, Fetcher* fetcher, Strip* strip) {
+                Rows<typename Engine::Word> k, Rows<typename Engine::Word> v, float* s, Fetcher* fetcher,
+                Strip* strip) {
   constexpr int64_t kPair = Engine::Op::kPair, kAlign = Engine::kAlign;
   const int64_t stride = strip->stride();
   const int64_t aligned_begin = begin / kAlign * kAlign, aligned_end = RoundUp(end, kAlign);
@@ -106,14 +99,14 @@ size_t ScratchBytes(const FwdParams& p, int64_t rows) {
 template <typename Engine>
 void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
   typedef typename Engine::Word Word;
+  typedef typename Engine::Data::T T;
   const Buffers<Engine> sizes(p);
   const LogitRule rule = MakeLogitRule(p);
   const int64_t num_strips = RoundUp(item.row_end - item.row_begin, kStripRows) / kStripRows;
   Strip* strips = Take<Strip>(num_strips, &scratch);
-  Word* k = Take<Word>(sizes.k_words, &scratch);
-  Word* v = Take<Word>(sizes.v_words, &scratch);
+  Word* k_packed = Take<Word>(sizes.k_words, &scratch);
+  Word* v_packed = Take<Word>(sizes.v_words, &scratch);
   float* s = Take<float>(sizes.s_floats, &scratch);
-
   Fetcher fetcher;
 
   Engine::Begin();
@@ -129,7 +122,12 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
   }
 
   for (int64_t tile = key_begin / kTileKeys * kTileKeys; tile < key_end; tile += kTileKeys) {
-    PackTile<Engine>(p, item, tile, Max(key_begin - tile, int64_t{0}), Min(key_end - tile, kTileKeys), k, v);
+    const int64_t first = Max(key_begin - tile, int64_t{0}), last = Min(key_end - tile, kTileKeys);
+    const int64_t row = (item.first_k + tile) * p.num_kv_heads + item.kv_head;
+    const T* k_row = static_cast<const T*>(p.k) + row * p.head_dim;
+    const T* v_row = static_cast<const T*>(p.v) + row * p.head_dim_v;
+    const Rows<Word> k = Engine::PackK(k_row, p.num_kv_heads * p.head_dim, p.head_dim, first, last, k_packed);
+    const Rows<Word> v = Engine::PackV(v_row, p.num_kv_heads * p.head_dim_v, p.head_dim_v, first, last, v_packed);
     PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, &fetcher);
     for (int64_t i = 0; i < num_strips; ++i) {
       const int64_t begin = Max(strips[i].key_begin - tile, int64_t{0});
@@ -137,8 +135,7 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
       if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
     }
   }
-  for (int64_t i = 0; i < num_strips; ++i)
-    FinishStrip<typename Engine::Data>(p, strips[i]);
+  for (int64_t i = 0; i < num_strips; ++i) FinishStrip<typename Engine::Data>(p, strips[i]);
   Engine::End();
 }
 

@@ -13,9 +13,9 @@ namespace jax_varlen {
 struct FwdItem {
   int64_t sequence;
   int64_t kv_head;
-  int64_t first_q, first_k;      // rows of the arrays where the sequence begins
-  int64_t len_q, len_k;          // used lengths
-  int64_t row_begin, row_end;    // row_begin is a multiple of FwdKernel::strip_rows
+  int64_t first_q, first_k;    // rows of the arrays where the sequence begins
+  int64_t len_q, len_k;        // used lengths
+  int64_t row_begin, row_end;  // row_begin is a multiple of FwdKernel::strip_rows
 };
 
 struct FwdKernel {

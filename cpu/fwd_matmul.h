@@ -7,11 +7,25 @@
 // bfloat16 neighbours in the sum, as Op says.
 #pragma once
 
+#include "fwd_fetch.h"
+
 namespace jax_varlen {
 namespace {
 
-constexpr int64_t kTileKeys = 96;    // keys of a tile
-constexpr int64_t kChunkWords = 64;  // k lies in chunks [key][kChunkWords], so that its row stride is a constant
+constexpr int64_t kTileKeys = 96;
+
+// What the inner products read of a tile: row n is key n (a dim in AmxEngine's v).
+template <typename Word>
+struct Rows {
+  const Word* data;
+  int64_t stride;
+};
+
+// Of packed rows of n words. A column of v is read at a time, so its rows must not share a few sets of the cache.
+constexpr int64_t RowStride(int64_t words) {
+  const int64_t whole = RoundUp(words, kLanes);
+  return whole % 128 == 0 ? whole + kLanes : whole;
+}
 
 constexpr int64_t kLinesPerTile = 24;  // asked for during one register tile
 
@@ -23,22 +37,23 @@ constexpr int RegisterRows(int vectors) {
 }
 
 template <typename Op, int R, int V>
-inline void ScoreTile(const typename Op::Word* k, const float* q, int64_t words, float scale, float* s) {
+inline void ScoreTile(Rows<typename Op::Word> k, const float* q, int64_t words, float scale, float* s) {
   F acc[R][V] = {};
-  while (words > 0) {
-    const int64_t n = Min(words, kChunkWords);
-    for (int64_t i = 0; i < n; ++i) {
-      F b[V];
+  // A pointer to every third row: with one and two strides beside it, few registers reach all rows.
+  const typename Op::Word* rows[(R + 2) / 3];
+  for (int r = 0; r < R; r += 3) rows[r / 3] = k.data + r * k.stride;
+  for (int64_t i = 0; i < words; ++i) {
+    F b[V];
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) b[v] = Load(q + (i * V + v) * kLanes);
+    for (int v = 0; v < V; ++v) b[v] = Load(q + (i * V + v) * kLanes);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r) {
+      const typename Op::Word a = rows[r / 3][r % 3 * k.stride];
 #pragma GCC unroll 16
-        for (int v = 0; v < V; ++v) acc[r][v] = Op::Dot(acc[r][v], b[v], k[r * kChunkWords + i]);
+      for (int v = 0; v < V; ++v) acc[r][v] = Op::Dot(acc[r][v], b[v], a);
     }
-    q += n * V * kLanes;
-    k += kTileKeys * kChunkWords;
-    words -= n;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r += 3) ++rows[r / 3];
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -48,8 +63,7 @@ inline void ScoreTile(const typename Op::Word* k, const float* q, int64_t words,
 
 // alpha rescales what o held; null where o holds nothing yet.
 template <typename Op, int R, int V>
-inline void OutputTile(const typename Op::Word* v_tile, int64_t v_stride, const float* p, int64_t words,
-                       const float* alpha, float* o) {
+inline void OutputTile(Rows<typename Op::Word> rows, const float* p, int64_t words, const float* alpha, float* o) {
   F acc[R][V] = {};
   if (alpha != nullptr) {
 #pragma GCC unroll 16
@@ -64,7 +78,7 @@ inline void OutputTile(const typename Op::Word* v_tile, int64_t v_stride, const 
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) acc[r][v] = Op::Dot(acc[r][v], b[v], v_tile[i * v_stride + r]);
+      for (int v = 0; v < V; ++v) acc[r][v] = Op::Dot(acc[r][v], b[v], rows.data[i * rows.stride + r]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -84,7 +98,7 @@ inline void ForRegisterTiles(int64_t begin, int64_t end, const Fn& f) {
 
 template <typename Op, int V>
 struct ScoreRows {
-  const typename Op::Word* k;
+  Rows<typename Op::Word> k;
   const float* q;
   int64_t words;
   float scale;
@@ -92,15 +106,14 @@ struct ScoreRows {
   Fetcher* fetcher;
   template <int R>
   void operator()(int64_t key) const {
-    ScoreTile<Op, R, V>(k + key * kChunkWords, q, words, scale, s + key * V * kLanes);
+    ScoreTile<Op, R, V>({k.data + key * k.stride, k.stride}, q, words, scale, s + key * V * kLanes);
     fetcher->Some(kLinesPerTile);
   }
 };
 
 template <typename Op, int V>
 struct OutputRows {
-  const typename Op::Word* v;
-  int64_t v_stride;
+  Rows<typename Op::Word> v;
   const float* p;
   int64_t words;
   const float* alpha;
@@ -108,15 +121,15 @@ struct OutputRows {
   Fetcher* fetcher;
   template <int R>
   void operator()(int64_t dim) const {
-    OutputTile<Op, R, V>(v + dim, v_stride, p, words, alpha, o + dim * V * kLanes);
+    OutputTile<Op, R, V>({v.data + dim, v.stride}, p, words, alpha, o + dim * V * kLanes);
     fetcher->Some(kLinesPerTile);
   }
 };
 
 // s for keys [begin, end) of the tile.
 template <typename Op, int V = kMaxVectors>
-void Scores(int vectors, const typename Op::Word* k, const float* q, int64_t words, float scale,
-            int64_t begin, int64_t end, float* s, Fetcher* fetcher) {
+void Scores(int vectors, Rows<typename Op::Word> k, const float* q, int64_t words, float scale, int64_t begin,
+            int64_t end, float* s, Fetcher* fetcher) {
   if constexpr (V > 1)
     if (vectors < V) return Scores<Op, V - 1>(vectors, k, q, words, scale, begin, end, s, fetcher);
   ForRegisterTiles<RegisterRows(V)>(begin, end, ScoreRows<Op, V>{k, q, words, scale, s, fetcher});
@@ -124,12 +137,13 @@ void Scores(int vectors, const typename Op::Word* k, const float* q, int64_t wor
 
 // o for dims [0, dims), from words [begin, end) of the keys of the tile.
 template <typename Op, int V = kMaxVectors>
-void Output(int vectors, const typename Op::Word* v, int64_t v_stride, const float* p, int64_t begin, int64_t end,
-            int64_t dims, const float* alpha, float* o, Fetcher* fetcher) {
+void Output(int vectors, Rows<typename Op::Word> v, const float* p, int64_t begin, int64_t end, int64_t dims,
+            const float* alpha, float* o, Fetcher* fetcher) {
   if constexpr (V > 1)
-    if (vectors < V) return Output<Op, V - 1>(vectors, v, v_stride, p, begin, end, dims, alpha, o, fetcher);
+    if (vectors < V) return Output<Op, V - 1>(vectors, v, p, begin, end, dims, alpha, o, fetcher);
   ForRegisterTiles<RegisterRows(V)>(
-      0, dims, OutputRows<Op, V>{v + begin * v_stride, v_stride, p + begin * V * kLanes, end - begin, alpha, o, fetcher});
+      0, dims,
+      OutputRows<Op, V>{{v.data + begin * v.stride, v.stride}, p + begin * V * kLanes, end - begin, alpha, o, fetcher});
 }
 
 }  // namespace

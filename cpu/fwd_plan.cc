@@ -30,13 +30,14 @@ std::string CheckCuSeqlens(const std::string& name, const char* array, const int
   return "";
 }
 
-std::string CheckSeqused(const std::string& name, const std::string& cu_name, const int32_t* seqused,
-                         const int32_t* cu, int64_t batch) {
+std::string CheckSeqused(const std::string& name, const std::string& cu_name, const int32_t* seqused, const int32_t* cu,
+                         int64_t batch) {
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t rows = int64_t{cu[b + 1]} - cu[b];
     if (seqused[b] < 0 || seqused[b] > rows)
-      return name + " must lie between 0 and the rows that " + cu_name + " gives a sequence: " +
-             Element(name, b, seqused[b]) + " for a sequence of " + std::to_string(rows) + " rows.";
+      return name + " must lie between 0 and the rows that " + cu_name +
+             " gives a sequence: " + Element(name, b, seqused[b]) + " for a sequence of " + std::to_string(rows) +
+             " rows.";
   }
   return "";
 }

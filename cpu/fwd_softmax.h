@@ -1,6 +1,8 @@
 // One step of the online softmax: raw scores of some keys become probabilities, and the strip learns of them.
 #pragma once
 
+#include "fwd_strip.h"
+
 namespace jax_varlen {
 namespace {
 
@@ -18,8 +20,8 @@ inline LogitRule MakeLogitRule(const FwdParams& p) {
 }
 
 // The rest of the rule for keys begin .. end of a tile that starts at key `tile`, in place, for one vector of rows.
-inline void ApplyRule(const LogitRule& rule, const Strip& strip, int64_t lane, int64_t tile, int64_t begin,
-                      int64_t end, bool masked, float* s) {
+inline void ApplyRule(const LogitRule& rule, const Strip& strip, int64_t lane, int64_t tile, int64_t begin, int64_t end,
+                      bool masked, float* s) {
   const I first = LoadAs<I>(strip.first + lane), last = LoadAs<I>(strip.last + lane);
   const U position = LoadAs<U>(strip.position + lane);
   const F slope = Load(strip.slope + lane);

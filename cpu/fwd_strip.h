@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fwd_kernel.h"
+#include "simd_math.h"
 
 namespace jax_varlen {
 namespace {
@@ -11,32 +12,33 @@ constexpr int64_t kStripRows = kLanes * kMaxVectors;
 struct Strip {
   alignas(64) float row_max[kStripRows];  // of the logits so far, in base 2
   float row_sum[kStripRows];
-  float alpha[kStripRows];           // what the last tile rescaled the rows by
-  float slope[kStripRows];           // ALiBi, in base 2
-  int32_t first[kStripRows];         // a row sees the keys first .. last of its sequence
+  float alpha[kStripRows];    // what the last tile rescaled the rows by
+  float slope[kStripRows];    // ALiBi, in base 2
+  int32_t first[kStripRows];  // a row sees the keys first .. last of its sequence
   int32_t last[kStripRows];
-  int32_t position[kStripRows];      // of the row among the keys
-  int64_t offset[kStripRows];        // of the row in (total_q, num_heads)
-  float* q;                          // [word][lane]
-  float* o;                          // [dim][lane]
+  int32_t position[kStripRows];  // of the row among the keys
+  int64_t q_row[kStripRows];     // which row of q, and which head of it, a row is
+  int64_t head[kStripRows];
+  float* q;  // [word][lane]
+  float* o;  // [dim][lane]
   int64_t rows;
-  int64_t key_begin, key_end;        // keys that some row sees
-  int64_t full_begin, full_end;      // keys that every row sees
+  int64_t key_begin, key_end;    // keys that some row sees
+  int64_t full_begin, full_end;  // keys that every row sees
   int vectors;
-  bool empty;                        // o holds nothing yet
+  bool empty;  // o holds nothing yet
 
+  int64_t offset(int64_t lane, int64_t num_heads) const { return q_row[lane] * num_heads + head[lane]; }
   int64_t stride() const { return int64_t{vectors} * kLanes; }
 };
 
-inline void InitRow(const FwdParams& p, const FwdItem& item, int64_t row, int64_t lane, Strip* strip) {
-  const int64_t group_size = p.num_heads / p.num_kv_heads;
-  const int64_t token = row / group_size, head = item.kv_head * group_size + row % group_size;
+inline void InitRow(const FwdParams& p, const FwdItem& item, int64_t token, int64_t head, int64_t lane, Strip* strip) {
   const int64_t position = token + item.len_k - item.len_q;
   int64_t first = 0, last = item.len_k - 1;
   if (p.window_left >= 0) first = Max(first, position - Min(p.window_left, int64_t{1} << 32));
   if (p.window_right >= 0) last = Min(last, position + Min(p.window_right, int64_t{1} << 32));
   if (first > last) first = 0, last = -1;
-  strip->offset[lane] = (item.first_q + token) * p.num_heads + head;
+  strip->q_row[lane] = item.first_q + token;
+  strip->head[lane] = head;
   strip->position[lane] = static_cast<int32_t>(position);
   strip->first[lane] = static_cast<int32_t>(first);
   strip->last[lane] = static_cast<int32_t>(last);
@@ -56,7 +58,12 @@ inline void InitStrip(const FwdParams& p, const FwdItem& item, int64_t row_begin
   strip->empty = true;
   strip->key_begin = strip->full_end = item.len_k;
   strip->key_end = strip->full_begin = 0;
-  for (int64_t lane = 0; lane < strip->rows; ++lane) InitRow(p, item, row_begin + lane, lane, strip);
+  const int64_t group_size = p.num_heads / p.num_kv_heads;
+  int64_t token = row_begin / group_size, member = row_begin % group_size;
+  for (int64_t lane = 0; lane < strip->rows; ++lane) {
+    InitRow(p, item, token, item.kv_head * group_size + member, lane, strip);
+    if (++member == group_size) member = 0, ++token;
+  }
   for (int64_t lane = 0; lane < strip->stride(); ++lane) {
     strip->row_max[lane] = -kInf;
     strip->row_sum[lane] = 0;
@@ -87,8 +94,7 @@ inline Finished FinishVector(const FwdParams& p, const Strip& strip, int64_t lan
   F row_max = Load(strip.row_max + lane), row_sum = Load(strip.row_sum + lane), factor = Set(1.0f);
   if (p.sinks != nullptr) {
     float sink[kLanes] = {};
-    for (int64_t i = 0; i < kLanes && lane + i < strip.rows; ++i)
-      sink[i] = p.sinks[strip.offset[lane + i] % p.num_heads] * kLog2E;
+    for (int64_t i = 0; i < kLanes && lane + i < strip.rows; ++i) sink[i] = p.sinks[strip.head[lane + i]] * kLog2E;
     const F with_sink = RunningMax(row_max, Load(sink));
     const F base = with_sink == -kInf ? F{} : with_sink;
     factor = Exp2(row_max - base);
@@ -105,10 +111,7 @@ void FinishStrip(const FwdParams& p, const Strip& strip) {
   for (int64_t lane = 0; lane < strip.stride(); lane += kLanes) {
     const int64_t rows = Min<int64_t>(kLanes, strip.rows - lane);
     const Finished done = FinishVector(p, strip, lane);
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t offset = strip.offset[lane + i];
-      p.lse[offset % p.num_heads * p.total_q + offset / p.num_heads] = done.lse[i];
-    }
+    for (int64_t i = 0; i < rows; ++i) p.lse[strip.head[lane + i] * p.total_q + strip.q_row[lane + i]] = done.lse[i];
     for (int64_t c = 0; c < dims; c += kLanes) {
       F r[kLanes];
       for (int i = 0; i < kLanes; ++i) {
@@ -121,7 +124,7 @@ void FinishStrip(const FwdParams& p, const Strip& strip) {
       }
       Transpose(r);
       for (int64_t i = 0; i < rows; ++i) {
-        T* out = static_cast<T*>(p.out) + strip.offset[lane + i] * dims + c;
+        T* out = static_cast<T*>(p.out) + strip.offset(lane + i, p.num_heads) * dims + c;
         if (c + kLanes <= dims) {
           D::StoreVector(r[i], out);
         } else {

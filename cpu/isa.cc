@@ -30,18 +30,22 @@ bool HasAmx() {
   return (d & kAmxBf16) && (d & kAmxTile) && RequestTileRegisters();
 }
 #else
-bool HasAmx() { return false; }
+bool HasAmx() {
+  return false;
+}
 #endif
 
 #if defined(__x86_64__)
-// AMD's processors double their rate with the bfloat16 dot instruction. Intel's run it at half the rate of a float32
-// multiply-add, so that converting to float32 is faster there, and more exact.
+// AMD's processors double their rate with the bfloat16 dot instruction. On Intel's Sapphire Rapids generation it was
+// measured slower than float32 products of the converted values, which are more exact too.
 bool FastBf16Dot() {
   __builtin_cpu_init();
   return __builtin_cpu_is("amd");
 }
 #else
-bool FastBf16Dot() { return false; }
+bool FastBf16Dot() {
+  return false;
+}
 #endif
 
 Isa HighestIsa() {
@@ -68,8 +72,8 @@ IsaChoice Choose() {
     if (std::string(wanted) == kNames[i]) return {static_cast<Isa>(i), ""};
     offered += std::string(i ? ", " : "") + kNames[i];
   }
-  return {highest, std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted +
-                       "\"."};
+  return {highest,
+          std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted + "\"."};
 }
 
 }  // namespace

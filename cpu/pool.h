@@ -6,12 +6,13 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace jax_varlen {
 
-// Runs work(0) .. work(n - 1), each once, and returns when all are done. The caller claims units like the helpers do and
-// then waits only for units that a running helper holds, so it ends even if the pool never gets to the helpers; one that
-// starts late finds nothing left and touches no more than its share of the counters.
+// Runs work(0) .. work(n - 1), each once, and returns when all are done. The caller claims units like the helpers do
+// and then waits only for units that a running helper holds, so it ends even if the pool never gets to the helpers; one
+// that starts late finds nothing left and touches no more than its share of the counters.
 template <typename Pool, typename Work>
 void RunUnits(Pool& pool, int64_t num_threads, int64_t n, Work work) {
   struct State {

@@ -1,4 +1,5 @@
-// Vectors of kLanes floats in the vector extensions of GCC and Clang. Included by simd_<isa>.h, which sets kLanes first.
+// Vectors of kLanes floats in the vector extensions of GCC and Clang. Included by simd_<isa>.h, which sets kLanes
+// first.
 //
 // Every translation unit of an instruction set includes its own copy in an anonymous namespace, so that no function
 // compiled for a newer processor can be merged by the linker with one that an older processor runs. For the same reason
@@ -30,7 +31,9 @@ T Max(T a, T b) {
   return a < b ? b : a;
 }
 
-constexpr int64_t RoundUp(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+constexpr int64_t RoundUp(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
 
 template <typename V, typename T>
 inline V LoadAs(const T* p) {
@@ -39,7 +42,9 @@ inline V LoadAs(const T* p) {
   return v;
 }
 
-inline F Load(const float* p) { return LoadAs<F>(p); }
+inline F Load(const float* p) {
+  return LoadAs<F>(p);
+}
 
 template <typename V, typename T>
 inline void Store(T* p, V v) {
@@ -54,12 +59,20 @@ inline To Bits(From v) {
   return to;
 }
 
-inline F Set(float x) { return x - F{}; }  // x - 0 is x for every x, so this is a broadcast alone
-inline I Set(int32_t x) { return I{} + x; }
+inline F Set(float x) {
+  return x - F{};
+}  // x - 0 is x for every x, so this is a broadcast alone
+inline I Set(int32_t x) {
+  return I{} + x;
+}
 
 // NaN in b is passed over, so that a running maximum stays a number.
-inline F RunningMax(F a, F b) { return b > a ? b : a; }
-inline F Abs(F x) { return Bits<F>(Bits<U>(x) & 0x7fffffffu); }
+inline F RunningMax(F a, F b) {
+  return b > a ? b : a;
+}
+inline F Abs(F x) {
+  return Bits<F>(Bits<U>(x) & 0x7fffffffu);
+}
 
 // Rounds to nearest even; NaN stays NaN.
 inline U Bf16Bits(F x) {
@@ -68,8 +81,12 @@ inline U Bf16Bits(F x) {
   return x == x ? rounded : U{} + 0x7fc0u;
 }
 
-inline F FromBf16(const uint16_t* p) { return Bits<F>(__builtin_convertvector(LoadAs<H>(p), U) << 16); }
-inline void ToBf16(F x, uint16_t* p) { Store(p, __builtin_convertvector(Bf16Bits(x), H)); }
+inline F FromBf16(const uint16_t* p) {
+  return Bits<F>(__builtin_convertvector(LoadAs<H>(p), U) << 16);
+}
+inline void ToBf16(F x, uint16_t* p) {
+  Store(p, __builtin_convertvector(Bf16Bits(x), H));
+}
 
 // float16 in integer arithmetic: XLA's threads flush float32 subnormals, which is where a float16 subnormal would pass.
 inline F PortableFromF16(const uint16_t* p) {
@@ -92,10 +109,12 @@ inline void PortableToF16(F x, uint16_t* p) {
   Store(p, __builtin_convertvector(bits | sign, H));
 }
 
-// p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125. shifter holds n in its low bits.
+// p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125, NaN for NaN. shifter holds n in its low bits.
+// In integers, because a floating-point result that underflows takes some processors a hundred times as long.
 inline F PortableScale(F p, F shifter, F x) {
   const F scaled = Bits<F>(Bits<U>(p) + (Bits<U>(shifter) << 23));
-  return x >= -125.0f ? scaled : x - x;  // x - x: 0, or NaN for NaN
+  const F zero_or_nan = 0.0f > x ? F{} : x;
+  return x >= -125.0f ? scaled : zero_or_nan;
 }
 
 }  // namespace

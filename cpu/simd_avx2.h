@@ -15,9 +15,15 @@ constexpr int kMaxVectors = 2;
 namespace jax_varlen {
 namespace {
 
-inline F FromF16(const uint16_t* p) { return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline void ToF16(F x, uint16_t* p) { Store(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
-inline F Scale(F p, F shifter, F x) { return PortableScale(p, shifter, x); }
+inline F FromF16(const uint16_t* p) {
+  return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+inline void ToF16(F x, uint16_t* p) {
+  Store(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F Scale(F p, F shifter, F x) {
+  return PortableScale(p, shifter, x);
+}
 
 inline void Transpose(F (&r)[kLanes]) {
   __m256 t[8];

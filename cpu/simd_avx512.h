@@ -18,13 +18,18 @@ namespace {
 // The forms with a mask of all lanes: GCC 12 warns of the undefined operand inside the plain ones.
 constexpr __mmask16 kAll = 0xffff;
 
-inline F FromF16(const uint16_t* p) { return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)p)); }
+inline F FromF16(const uint16_t* p) {
+  return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)p));
+}
 inline void ToF16(F x, uint16_t* p) {
   Store(p, _mm512_maskz_cvtps_ph(kAll, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-inline F Scale(F p, F shifter, F) {
-  return (F)_mm512_maskz_scalef_ps(kAll, (__m512)p, (__m512)(shifter - 0x1.8p23f));
+inline F Scale(F p, F shifter, F x) {
+  const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)Set(-125.0f), _CMP_GE_OQ);
+  const __m512 zero_or_nan = _mm512_maskz_max_ps(kAll, _mm512_setzero_ps(), (__m512)x);
+  const U scaled = Bits<U>(p) + (Bits<U>(shifter) << 23);
+  return (F)_mm512_mask_mov_ps(zero_or_nan, kept, Bits<__m512>(scaled));
 }
 
 inline void Transpose(F (&r)[kLanes]) {
@@ -41,7 +46,8 @@ inline void Transpose(F (&r)[kLanes]) {
   }
   // t[4 * i + j] holds, in its 128-bit part p, column 4 * p + j of rows 4 * i .. 4 * i + 3.
   for (int j = 0; j < 4; ++j) {
-    const __m512 a = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0x88), b = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0xdd);
+    const __m512 a = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0x88),
+                 b = _mm512_maskz_shuffle_f32x4(kAll, t[j], t[j + 4], 0xdd);
     const __m512 c = _mm512_maskz_shuffle_f32x4(kAll, t[j + 8], t[j + 12], 0x88);
     const __m512 d = _mm512_maskz_shuffle_f32x4(kAll, t[j + 8], t[j + 12], 0xdd);
     r[j] = (F)_mm512_maskz_shuffle_f32x4(kAll, a, c, 0x88);

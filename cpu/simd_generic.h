@@ -17,9 +17,15 @@ constexpr int kMaxVectors = 2;  // 16 registers
 namespace jax_varlen {
 namespace {
 
-inline F FromF16(const uint16_t* p) { return PortableFromF16(p); }
-inline void ToF16(F x, uint16_t* p) { PortableToF16(x, p); }
-inline F Scale(F p, F shifter, F x) { return PortableScale(p, shifter, x); }
+inline F FromF16(const uint16_t* p) {
+  return PortableFromF16(p);
+}
+inline void ToF16(F x, uint16_t* p) {
+  PortableToF16(x, p);
+}
+inline F Scale(F p, F shifter, F x) {
+  return PortableScale(p, shifter, x);
+}
 
 inline void Transpose(F (&r)[kLanes]) {
   const F a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5), b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);

@@ -6,6 +6,8 @@
 namespace jax_varlen {
 namespace {
 
+constexpr int kMinTile = 32;  // the least rows of a tile of any kernel, which bounds the number of tiles
+
 cudaError_t SmemBytesPerCta(int* bytes) {
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
@@ -14,16 +16,28 @@ cudaError_t SmemBytesPerCta(int* bytes) {
 
 }  // namespace
 
-int64_t WorkspaceWords(const FwdParams& params) {
-  return kWordsPerTile * (1 + MaxTiles(params.total_q, params.batch, kMinTileM));
+int64_t WorkspaceWords(int64_t total, int64_t batch) {
+  return kWordsPerTile * (1 + MaxTiles(total, batch, kMinTile));
+}
+
+int64_t DqTiles(const FwdParams& params) {
+  return params.total_q / kMinTile + params.batch + 1;
 }
 
 cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream) {
   int smem_bytes;
   if (cudaError_t error = SmemBytesPerCta(&smem_bytes)) return error;
-  const WorkList list = WorkListIn(workspace, WorkspaceWords(params));
+  const WorkList list = WorkListIn(workspace, WorkspaceWords(params.total_q, params.batch));
   return params.dtype == DType::kBF16 ? FwdSm80<DType::kBF16>(params, list, smem_bytes, stream)
                                       : FwdSm80<DType::kF16>(params, list, smem_bytes, stream);
+}
+
+cudaError_t Bwd(const BwdParams& params, int32_t* workspace, const Turns& turns, cudaStream_t stream) {
+  int smem_bytes;
+  if (cudaError_t error = SmemBytesPerCta(&smem_bytes)) return error;
+  const WorkList list = WorkListIn(workspace, WorkspaceWords(params.fwd.total_k, params.fwd.batch));
+  return params.fwd.dtype == DType::kBF16 ? BwdSm80<DType::kBF16>(params, list, turns, smem_bytes, stream)
+                                          : BwdSm80<DType::kF16>(params, list, turns, smem_bytes, stream);
 }
 
 }  // namespace jax_varlen

@@ -3,16 +3,21 @@
 
 #include <cuda_runtime.h>
 
+#include "bwd_sm80.h"
 #include "params.h"
 
 namespace jax_varlen {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int kMinTileM = 64;  // the least rows of a tile, which bounds the number of tiles
 
-// `workspace` has room for WorkspaceWords(params) 32-bit words.
+// What the tiles of q (forward) or of k (backward) may need of 32-bit words in the workspace.
+int64_t WorkspaceWords(int64_t total, int64_t batch);
+
+// How many tiles of dq there may be, for Turns.
+int64_t DqTiles(const FwdParams& params);
+
 cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream);
 
-int64_t WorkspaceWords(const FwdParams& params);
+cudaError_t Bwd(const BwdParams& params, int32_t* workspace, const Turns& turns, cudaStream_t stream);
 
 }  // namespace jax_varlen

@@ -13,14 +13,20 @@ namespace {
 
 namespace nb = nanobind;
 
-ffi::Error Check(const FwdParams& params, int64_t workspace_words) {
+ffi::Error Check(const FwdParams& params, int64_t total, int64_t workspace_words) {
   if (params.dtype == DType::kF32) return ffi::Error::InvalidArgument("The CUDA kernels take bfloat16 and float16.");
   for (int64_t head_dim : {params.head_dim, params.head_dim_v})
     if (head_dim % 8 != 0 || head_dim > kMaxHeadDim)
       return ffi::Error::InvalidArgument("head_dim must be a multiple of 8 up to 256, got " + std::to_string(head_dim) + ".");
-  if (params.total_q > INT_MAX) return ffi::Error::InvalidArgument("total_q must fit in int32, as offsets do.");
-  if (workspace_words < WorkspaceWords(params)) return ffi::Error::InvalidArgument("The workspace is too small.");
+  if (params.total_q > INT_MAX || params.total_k > INT_MAX)
+    return ffi::Error::InvalidArgument("total_q and total_k must fit in int32, as offsets do.");
+  if (workspace_words < WorkspaceWords(total, params.batch)) return ffi::Error::InvalidArgument("The workspace is too small.");
   return ffi::Error::Success();
+}
+
+ffi::Error Launched(cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string("The CUDA kernel could not be launched: ") + cudaGetErrorString(error) + ".");
 }
 
 ffi::Error FwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
@@ -31,21 +37,49 @@ ffi::Error FwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
   ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, sinks,
                                  out, lse, window_left, window_right, softcap, &params);
   if (error.failure()) return error;
-  error = Check(params, workspace->element_count());
+  error = Check(params, params.total_q, workspace->element_count());
   if (error.failure()) return error;
   if (params.total_q == 0) return ffi::Error::Success();
-  if (cudaError_t failure = Fwd(params, workspace->typed_data(), stream))
-    return ffi::Error::Internal(std::string("The CUDA kernel could not be launched: ") + cudaGetErrorString(failure) + ".");
-  return ffi::Error::Success();
+  return Launched(Fwd(params, workspace->typed_data(), stream));
 }
 
-// Launches kernels and nothing else, so that XLA may capture it into a CUDA graph.
+// dq and turns are aliased to operands that hold zeros. turns has no elements where the order of additions does not matter.
+ffi::Error BwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
+                      Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, ffi::AnyBuffer dout,
+                      Floats lse, Floats delta, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+                      ffi::Result<ffi::AnyBuffer> dv, int64_t window_left, int64_t window_right, float softcap, Floats dq_zeros,
+                      Offsets turns_zeros, ffi::Result<Offsets> turns, ffi::Result<Offsets> workspace, cudaStream_t stream) {
+  BwdParams params;
+  ffi::Error error = ReadBwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, dout,
+                                 lse, delta, dq, dk, dv, window_left, window_right, softcap, ffi::F32, &params);
+  if (error.failure()) return error;
+  const FwdParams& fwd = params.fwd;
+  error = Check(fwd, fwd.total_k, workspace->element_count());
+  if (error.failure()) return error;
+  if (dq->untyped_data() != dq_zeros.untyped_data() ||
+      (turns->element_count() != 0 && turns->untyped_data() != turns_zeros.untyped_data()))
+    return ffi::Error::Internal("dq and turns must be aliased to their operands.");
+  const bool in_turn = turns->element_count() != 0;
+  if (in_turn && !internal::Equal(turns->dimensions(), {fwd.num_heads, DqTiles(fwd), 2}))
+    return internal::BadShape("turns", turns->dimensions(), "(num_heads, tiles of dq, 2)");
+  if (fwd.total_k == 0) return ffi::Error::Success();
+  const Turns order = {in_turn ? turns->typed_data() : nullptr, DqTiles(fwd)};
+  return Launched(Bwd(params, workspace->typed_data(), order, stream));
+}
+
+// The handlers launch kernels and do nothing else, so that XLA may capture them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(fwd, FwdHandler, BindFwdArgs().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER(
+    bwd, BwdHandler,
+    BindBwdArgs().Arg<Floats>().Arg<Offsets>().Ret<Offsets>().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 nb::dict Registrations() {
   nb::dict registrations;
   registrations["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(fwd));
+  registrations["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(bwd));
   return registrations;
 }
 

@@ -11,6 +11,7 @@
 #include "softmax.cuh"
 #include "tile_config.h"
 #include "tile_io.cuh"
+#include "tile_mma.cuh"
 
 namespace jax_varlen {
 
@@ -18,12 +19,10 @@ namespace jax_varlen {
 template <typename Config, int kAtoms>
 struct QFragments {
   uint32_t kept[kAtoms][Config::kQInRegisters ? Config::kHeadDim / 16 : 1][4];
-  uint32_t tile;
-  int row0;  // of the warp
+  uint32_t address;
 
   __device__ __forceinline__ void Load(uint32_t smem_q, int warp_row) {
-    tile = smem_q;
-    row0 = warp_row;
+    address = AddressA<Config::kHeadDim>(smem_q, warp_row);
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a)
@@ -33,7 +32,7 @@ struct QFragments {
   }
 
   __device__ __forceinline__ void Read(uint32_t (&fragment)[4], int a, int kk) const {
-    LoadA<Config::kHeadDim>(fragment, tile, a * Config::kRowsPerAtom + row0, kk);
+    ptx::LoadMatrix4(fragment, At(address, kk) + a * (Config::kRowsPerAtom * 2 * Config::kHeadDim));
   }
 
   __device__ __forceinline__ void Get(uint32_t (&fragment)[4], int a, int kk) const {
@@ -45,64 +44,6 @@ struct QFragments {
     }
   }
 };
-
-// acc_s = Q K^T.
-template <typename T, typename Config, int kAtoms>
-__device__ __forceinline__ void ComputeS(float (&acc_s)[kAtoms][Config::kTileN / 8][4], const QFragments<Config, kAtoms>& q,
-                                         uint32_t tile_k) {
-#pragma unroll
-  for (int a = 0; a < kAtoms; ++a)
-#pragma unroll
-    for (int n = 0; n < Config::kTileN / 8; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc_s[a][n][e] = 0.f;
-  // The fragments of step kk + 1 are on their way while step kk is multiplied.
-  constexpr int kSteps = Config::kHeadDim / 16;
-  uint32_t fragment_q[2][kAtoms][4], fragment_k[2][Config::kTileN / 16][4];
-  auto load = [&](int kk) {
-#pragma unroll
-    for (int a = 0; a < kAtoms; ++a) q.Get(fragment_q[kk % 2][a], a, kk);
-#pragma unroll
-    for (int n = 0; n < Config::kTileN / 16; ++n) LoadB<Config::kHeadDim>(fragment_k[kk % 2][n], tile_k, 16 * n, kk);
-  };
-  load(0);
-#pragma unroll
-  for (int kk = 0; kk < kSteps; ++kk) {
-    if (kk + 1 < kSteps) load(kk + 1);
-#pragma unroll
-    for (int n = 0; n < Config::kTileN / 16; ++n) {
-#pragma unroll
-      for (int a = 0; a < kAtoms; ++a) {
-        ptx::Mma16x8x16<T>(acc_s[a][2 * n], fragment_q[kk % 2][a], fragment_k[kk % 2][n][0], fragment_k[kk % 2][n][1]);
-        ptx::Mma16x8x16<T>(acc_s[a][2 * n + 1], fragment_q[kk % 2][a], fragment_k[kk % 2][n][2], fragment_k[kk % 2][n][3]);
-      }
-    }
-  }
-}
-
-// acc_o += P V, where P is exp of the logits in acc_s, rounded to T.
-template <typename T, typename Config, int kAtoms>
-__device__ __forceinline__ void AccumulateO(float (&acc_o)[kAtoms][Config::kHeadDim / 8][4],
-                                            const float (&acc_s)[kAtoms][Config::kTileN / 8][4], SoftmaxState (&state)[kAtoms],
-                                            float exponent_scale, uint32_t tile_v) {
-#pragma unroll
-  for (int kk = 0; kk < Config::kTileN / 16; ++kk) {
-    uint32_t fragment_p[kAtoms][4];
-#pragma unroll
-    for (int a = 0; a < kAtoms; ++a)
-      Probabilities<T>(fragment_p[a], acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], exponent_scale);
-#pragma unroll
-    for (int d = 0; d < Config::kHeadDim / 16; ++d) {
-      uint32_t fragment_v[4];
-      LoadBTransposed<Config::kHeadDim>(fragment_v, tile_v, 16 * kk, d);
-#pragma unroll
-      for (int a = 0; a < kAtoms; ++a) {
-        ptx::Mma16x8x16<T>(acc_o[a][2 * d], fragment_p[a], fragment_v[0], fragment_v[1]);
-        ptx::Mma16x8x16<T>(acc_o[a][2 * d + 1], fragment_p[a], fragment_v[2], fragment_v[3]);
-      }
-    }
-  }
-}
 
 // Stores the rows of one atom that the sequence owns. O passes through the warp's own rows of smem_q, so that whole 16-byte
 // chunks reach device memory.
@@ -127,14 +68,7 @@ __device__ __forceinline__ void StoreAtom(const float (&acc_o)[Config::kHeadDim 
   }
   __syncwarp();
   T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim_v;
-  constexpr int kLanesPerRow = kChunks < 32 ? kChunks : 32;
-#pragma unroll
-  for (int i = 0; i < 16 * kChunks / 32; ++i) {
-    const int atom_row = i * (32 / kLanesPerRow) + lane / kLanesPerRow, chunk = lane % kLanesPerRow;
-    if (row0 + atom_row < tile.q_owned && chunk * 8 < p.head_dim_v)
-      *reinterpret_cast<int4*>(out + atom_row * p.num_heads * p.head_dim_v + chunk * 8) =
-          ptx::LoadShared16(smem_rows + SmemOffset<kHeadDim>(atom_row, chunk));
-  }
+  StoreRows<kHeadDim>(out, p.num_heads * p.head_dim_v, tile.q_owned - row0, p.head_dim_v, smem_rows);
 }
 
 template <typename T, typename Config, int kAtoms>
@@ -198,7 +132,10 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
     }
     ptx::CommitCopies();
 
-    if (active) ComputeS<T>(acc_s, q, smem_k + n % kStages * kStageBytes);
+    if (active)
+      MultiplyTransposed<T, kHeadDim, true>(
+          acc_s, [&](uint32_t (&fragment)[4], int a, int kk) { q.Get(fragment, a, kk); },
+          AddressB<kHeadDim>(smem_k + n % kStages * kStageBytes, 0));
 
     if constexpr (kStages == 1) {
       ptx::WaitCopies<0>();
@@ -211,8 +148,10 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
       const int key0 = n * kTileN;
       if (!logits.plain) {
 #pragma unroll
-        for (int a = 0; a < kAtoms; ++a)
-          TransformLogits(acc_s[a], logits, p.softcap, row0 + a * Config::kRowsPerAtom + thread_row + Shift(tile), key0);
+        for (int a = 0; a < kAtoms; ++a) {
+          ScaleLogits(acc_s[a], logits, p.softcap);
+          AddAlibi(acc_s[a], logits, row0 + a * Config::kRowsPerAtom + thread_row + Shift(tile) - key0);
+        }
       }
       if (key0 < all.lo || key0 + kTileN > all.hi) {
 #pragma unroll
@@ -233,7 +172,13 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 #pragma unroll
             for (int e = 0; e < 4; ++e) acc_o[a][d][e] *= e < 2 ? rescale[a].x : rescale[a].y;
       }
-      AccumulateO<T, Config>(acc_o, acc_s, state, logits.exponent_scale, smem_v + n % kStages * kStageBytes);
+      // The exponentials of a step of P fall between the products of the step before.
+      Accumulate<T, kHeadDim, kTileN / 16>(
+          acc_o,
+          [&](uint32_t (&fragment)[4], int a, int kk) {
+            Probabilities<T>(fragment, acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], logits.exponent_scale);
+          },
+          AddressA<kHeadDim>(smem_v + n % kStages * kStageBytes, 0));
     }
   }
 
@@ -247,7 +192,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 template <typename T, typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_kernel(const __grid_constant__ FwdParams p,
                                                                                       const __grid_constant__ WorkList list) {
-  extern __shared__ __align__(128) uint8_t smem[];
+  extern __shared__ __align__(512) uint8_t smem[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
   // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
   const int64_t items = *list.count * p.num_heads;

@@ -21,6 +21,14 @@ __device__ __forceinline__ void CopyAsync16(uint32_t smem, const void* gmem, boo
       : "memory");
 }
 
+// The same for one float; what is not valid becomes 0.
+__device__ __forceinline__ void CopyAsync4(uint32_t smem, const void* gmem, bool valid) {
+  asm volatile(
+      "{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\ncp.async.ca.shared.global [%0], [%1], 4, ignore;\n}\n" ::"r"(smem),
+      "l"(gmem), "r"(static_cast<uint32_t>(valid))
+      : "memory");
+}
+
 __device__ __forceinline__ void CommitCopies() {
   asm volatile("cp.async.commit_group;\n" ::: "memory");
 }
@@ -50,13 +58,23 @@ __device__ __forceinline__ void StoreShared4(uint32_t smem, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(smem), "r"(word) : "memory");
 }
 
-__device__ __forceinline__ int4 LoadShared16(uint32_t smem) {
-  int4 words;
+__device__ __forceinline__ void StoreShared16(uint32_t smem, const uint32_t (&words)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+               "r"(words[3])
+               : "memory");
+}
+
+__device__ __forceinline__ float2 LoadSharedFloat2(uint32_t smem) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(x.x), "=f"(x.y) : "r"(smem) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void LoadShared16(uint32_t (&words)[4], uint32_t smem) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(smem)
                : "memory");
-  return words;
 }
 
 // acc (16x8, f32) += a (16x16) * b (16x8).
@@ -112,6 +130,56 @@ __device__ __forceinline__ uint32_t Pack2<__half>(float lo, float hi) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
+}
+
+// The pair's two elements as floats.
+template <typename T>
+__device__ __forceinline__ float2 Unpack2(uint32_t pair);
+
+template <>
+__device__ __forceinline__ float2 Unpack2<__nv_bfloat16>(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+
+template <>
+__device__ __forceinline__ float2 Unpack2<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// The product of two pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t Multiply2(uint32_t a, uint32_t b) {
+  const float2 x = Unpack2<T>(a), y = Unpack2<T>(b);
+  return Pack2<T>(x.x * y.x, x.y * y.y);
+}
+
+// Adds to two neighbouring floats in device memory, which are aligned to 8 bytes.
+__device__ __forceinline__ void AddGlobal2(float* gmem, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};\n" ::"l"(gmem), "f"(x), "f"(y) : "memory");
+#else
+  atomicAdd(gmem, x);
+  atomicAdd(gmem + 1, y);
+#endif
+}
+
+__device__ __forceinline__ int LoadAcquire(const int* gmem) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];\n" : "=r"(x) : "l"(gmem) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void StoreRelease(int* gmem, int x) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;\n" ::"l"(gmem), "r"(x) : "memory");
+}
+
+// A barrier of `threads` threads; those that only arrive do not wait.
+__device__ __forceinline__ void BarrierSync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void BarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace jax_varlen::ptx

@@ -20,7 +20,7 @@ struct Logits {
   float scale;
   float slope;
   bool plain;
-  float exponent_scale;  // 2^(x * exponent_scale) is exp of the logit, for x as TransformLogits leaves it
+  float exponent_scale;  // 2^(x * exponent_scale) is exp of the logit, for x as ScaleLogits leaves it
 
   __device__ Logits(const FwdParams& p, const Tile& tile, int head) : scale(*p.softmax_scale), slope(0.f) {
     if (p.alibi_slopes && tile.sequence < p.batch) slope = p.alibi_slopes[tile.sequence * p.alibi_batch_stride + head];
@@ -37,32 +37,30 @@ struct SoftmaxState {
   float shift[2];                 // the maximum in the exponent's units
 };
 
-// Scale, softcap and ALiBi, for those logits that are not plain. row_position is the key position of the thread's first row.
+// Scale and softcap, for logits that are not plain.
 template <int kN>
-__device__ __forceinline__ void TransformLogits(float (&acc_s)[kN][4], const Logits& logits, float softcap, int row_position,
-                                                int key0) {
-  if (softcap != 0.f) {
-    // c * tanh(x / c) as c - 2 c / (e^(2 x / c) + 1): right to 1e-7 * c, where the tanh instruction has 5e-4 * c.
-    const float exponent_scale = 2.f * kLog2e * logits.scale / softcap;
+__device__ __forceinline__ void ScaleLogits(float (&acc_s)[kN][4], const Logits& logits, float softcap) {
+  // c * tanh(x / c) as c - 2 c / (e^(2 x / c) + 1): right to 1e-7 * c, where the tanh instruction has 5e-4 * c.
+  const float exponent_scale = 2.f * kLog2e * logits.scale / softcap;
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+  for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        acc_s[n][e] = fmaf(-2.f * softcap, ptx::Reciprocal(ptx::Exp2(acc_s[n][e] * exponent_scale) + 1.f), softcap);
-  } else {
+    for (int e = 0; e < 4; ++e)
+      acc_s[n][e] = softcap == 0.f
+                        ? acc_s[n][e] * logits.scale
+                        : fmaf(-2.f * softcap, ptx::Reciprocal(ptx::Exp2(acc_s[n][e] * exponent_scale) + 1.f), softcap);
+}
+
+// ALiBi. `distance` is that of the thread's first row from the atoms' first column, in tokens.
+template <int kN>
+__device__ __forceinline__ void AddAlibi(float (&acc_s)[kN][4], const Logits& logits, int distance) {
+  if (logits.slope == 0.f) return;
+  distance -= 2 * static_cast<int>(threadIdx.x % 4);
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+  for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) acc_s[n][e] *= logits.scale;
-  }
-  if (logits.slope != 0.f) {
-    const int distance = row_position - key0 - 2 * static_cast<int>(threadIdx.x % 4);
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        acc_s[n][e] = fmaf(-logits.slope, static_cast<float>(abs(distance + 8 * (e / 2) - 8 * n - e % 2)), acc_s[n][e]);
-  }
+    for (int e = 0; e < 4; ++e)
+      acc_s[n][e] = fmaf(-logits.slope, static_cast<float>(abs(distance + 8 * (e / 2) - 8 * n - e % 2)), acc_s[n][e]);
 }
 
 // Hides the keys that a row does not see.

@@ -27,4 +27,29 @@ using FwdTile128 = TileConfig<128, 64, 4, 2, 2, 2, false>;
 using FwdTile256 = TileConfig<256, 64, 4, 1, 1, 2, false>;
 using FwdTile256Wide = TileConfig<256, 64, 8, 1, 2, 1, false>;  // 192 KB, on devices that have them
 
+// The backward pass: a work item is kTileN keys of one kv head, which meet kTileM rows of q a step. Half of the warps hold dv,
+// half dk, each kAtoms blocks of 16 keys.
+template <int HeadDim, int TileM, int TileN, int Atoms, int Stages, bool Prefetch>
+struct BwdTileConfig {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kTileM = TileM;
+  static constexpr int kTileN = TileN;
+  static constexpr int kAtoms = Atoms;
+  static constexpr int kStages = Stages;  // of tiles of q and dout in shared memory
+  static constexpr bool kPrefetch = Prefetch;
+  static constexpr int kGroupThreads = 32 * TileN / (16 * Atoms);
+  static constexpr int kThreads = 2 * kGroupThreads;
+  static constexpr int kQWarps = TileM / 32;  // along the rows of dq, 32 rows each; the others share its columns
+  static constexpr int kQColumns = HeadDim / (kThreads / 32 / kQWarps);
+  static constexpr int kSmemBytes = 4 * HeadDim * TileN + Stages * (4 * HeadDim * TileM + 8 * TileM) + 6 * TileM * TileN;
+};
+
+using BwdTile64 = BwdTileConfig<64, 128, 128, 2, 2, false>;
+using BwdTile128 = BwdTileConfig<128, 64, 128, 2, 2, false>;
+using BwdTile256 = BwdTileConfig<256, 64, 64, 1, 2, false>;
+// For devices with no more than 99 KB of shared memory a CTA.
+using BwdTile64Small = BwdTileConfig<64, 64, 64, 1, 2, true>;
+using BwdTile128Small = BwdTileConfig<128, 64, 64, 1, 1, true>;
+using BwdTile256Small = BwdTileConfig<256, 32, 32, 1, 1, false>;
+
 }  // namespace jax_varlen

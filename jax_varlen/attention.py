@@ -150,7 +150,7 @@ def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
-    delta = jnp.einsum("qhd,qhd->hq", dout, out, preferred_element_type=jnp.float32)
+    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
     if not isinstance(dlse, SymbolicZero):
         delta = delta - dlse
     grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())

@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 MIN_JAXLIB = (0, 10, 0)
 CUDA_MAX_HEAD_DIM = 256
-_CUDA_MIN_TILE = 64
+_CUDA_MIN_TILE = 32
 _CUDA_WORDS_PER_TILE = 8
 
 
@@ -31,8 +31,9 @@ def _load_cpu() -> ModuleType:
     module = _load("_cpu")
     if module is None:
         raise ImportError(
-            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip install "
-            ".) and run from another folder, or install it editable (pip install -e .)."
+            f"jax_varlen was imported from {Path(__file__).parent}, where its compiled modules are not. Install it (pip "
+            "install .) and start Python elsewhere or with -P, which keeps the current folder out of the way: "
+            "python -P -m jax_varlen."
         )
     return module
 
@@ -46,11 +47,12 @@ def _register(module: ModuleType | None, platform: str) -> None:
 
 def _require_jaxlib() -> None:
     """A handler runs only under a jaxlib at least as new as its headers; XLA itself would fail later, and in other words."""
-    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
+    version = tuple(int(part) for part in jaxlib.version.__version__.split(".")[:3])
     if version < MIN_JAXLIB:
         wanted = ".".join(map(str, MIN_JAXLIB))
         raise ImportError(
-            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.__version__}. Install it: pip install 'jax>={wanted}'."
+            f"jax_varlen needs jaxlib {wanted} or later, found {jaxlib.version.__version__}. Install it: "
+            f"pip install 'jax>={wanted}'."
         )
 
 
@@ -91,9 +93,9 @@ def cuda_workspace(total: int, batch_and_1: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
 
 
-def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int]:
-    """Whose turn it is to add to a tile of dq, for every head and tile."""
-    return q_shape[1], q_shape[0] // _CUDA_MIN_TILE + batch_and_1
+def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int, int]:
+    """Shape of the counters of whose turn it is to add to a tile of dq: for every head, tile and half of a CTA's warps."""
+    return q_shape[1], q_shape[0] // _CUDA_MIN_TILE + batch_and_1, 2
 
 
 def info() -> dict[str, Any]:
@@ -108,7 +110,7 @@ def info() -> dict[str, Any]:
     return {
         "version": __version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
         "platform": device.platform,
         "device": device.device_kind,
         "cpu": _describe(_cpu, "isa"),

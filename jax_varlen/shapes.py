@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 MAX_HEAD_DIM = 512
@@ -254,6 +255,8 @@ def softcap_value(softcap) -> float:
         return 0.0
     if isinstance(softcap, jax.core.Tracer):
         raise TypeError("softcap must be a Python number, got a traced value: it is fixed when the call is traced.")
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float, np.integer, np.floating)):
+        raise TypeError(f"softcap must be a Python number or None, got {softcap!r}.")
     softcap = float(softcap)
     if not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"softcap must be greater than 0 and finite, or None for no cap, got {softcap}.")
@@ -261,9 +264,9 @@ def softcap_value(softcap) -> float:
 
 
 def scale_value(softmax_scale) -> jax.Array | np.ndarray:
-    """The scale as a float32 scalar array; a value that is known at trace time must be finite."""
+    """The scale as a float32 scalar array; a value that is known at trace time must be finite. A device's value is not read."""
     scale = as_float32("softmax_scale", softmax_scale)
-    if not isinstance(scale, jax.core.Tracer) and scale.shape == () and not math.isfinite(scale.item()):
+    if isinstance(scale, np.ndarray) and scale.shape == () and not math.isfinite(scale.item()):
         raise ValueError(f"softmax_scale must be finite, got {scale.item()}.")
     return scale
 
@@ -273,12 +276,14 @@ def check_values(ops: Mapping[str, Any]) -> None:
 
     Arrays on a device are left alone: to read them would wait for the device. On CPU the kernel checks them.
     """
-    for side, tokens in (("q", "q"), ("k", "k")):
+    paged = "block_table" in ops
+    defaults = {} if paged or "cu_seqlens_k" in ops else {"cu_seqlens_k": ops["cu_seqlens_q"]}
+    ops = {**defaults, **ops}
+    for side in ("q", "k"):
         cu_seqlens = ops.get(f"cu_seqlens_{side}")
         if not isinstance(cu_seqlens, np.ndarray) or cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
             continue
-        paged = side == "k" and "block_table" in ops
-        _check_offset_values(f"cu_seqlens_{side}", cu_seqlens, None if paged else ops[tokens])
+        _check_offset_values(f"cu_seqlens_{side}", cu_seqlens, None if paged and side == "k" else ops[side])
         _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), np.diff(cu_seqlens))
 
 

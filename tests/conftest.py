@@ -1,5 +1,10 @@
 """The suite runs on the default device: CPU and GPU take the same tests, in the dtypes that their kernels take."""
 
+import os
+
+# Many small programs run once each: a search for their fastest form takes longer than they do.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+
 import jax
 import jax.numpy as jnp
 import pytest

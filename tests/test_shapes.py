@@ -213,7 +213,7 @@ def test_offsets_of_any_integer_type(dtype):
     q, k, v = (jnp.ones_like(x) for x in arrays())
     out, lse = varlen_attention(q, k, v, np.array([0, 2, 6], dtype), seqused_k=np.array([1, 4], dtype), return_lse=True)
     np.testing.assert_array_equal(out, 1)
-    np.testing.assert_allclose(lse[:, :2], 8**0.5, rtol=1e-6)
+    np.testing.assert_allclose(lse[:, :2], 8**0.5, rtol=1e-5)
 
 
 def test_offsets_that_are_lists():
