@@ -1,12 +1,16 @@
-"""Options of the benchmarks, and their table at the end of a run."""
+"""Options of the benchmarks, and their tables at the end of a run."""
 
 from __future__ import annotations
 
+import collections
+
+import jax
 import pytest
 
-from . import fwd, report
+from . import report, run
+from .passes import Pass
 
-ROWS = pytest.StashKey[list[report.Row]]()
+ROWS = pytest.StashKey[dict[Pass, list[report.Row]]]()
 
 
 def pytest_addoption(parser):
@@ -16,29 +20,36 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[ROWS] = []
+    config.stash[ROWS] = collections.defaultdict(list)
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = fwd.cases(metafunc.config.getoption("--workloads", ""))
+        cases = run.cases(metafunc.config.getoption("--workloads", ""))
         metafunc.parametrize("case", cases, ids=[f"{workload.name}-{dtype}" for workload, dtype in cases])
 
 
 @pytest.fixture
-def peer_names(request) -> tuple[str, ...]:
-    return fwd.peer_names(request.config.getoption("--peers", None))
+def compete(request, benchmark):
+    """Times a case of a pass; a round of the benchmark is one turn of ours, and the turns of the peers are its set-up."""
 
+    def compete(the_pass, case):
+        names = the_pass.peers(request.config.getoption("--peers", None), jax.default_backend())
+        workload, dtype = case
+        match = run.Match(the_pass, workload, dtype, names)
+        assert run.OURS in match.ready, match.reasons[run.OURS]
+        benchmark.pedantic(match.turn, args=((run.OURS,),), setup=lambda: match.turn(names), rounds=run.REPEATS)
+        rows = match.rows()
+        request.config.stash[ROWS][the_pass] += rows
+        benchmark.extra_info["rows"] = rows
+        assert not match.wrong, [match.reasons[name] for name in match.wrong]
 
-@pytest.fixture
-def record_rows(request):
-    """Keeps the rows of a workload for the table."""
-    return request.config.stash.setdefault(ROWS, []).extend
+    yield compete
+    run.release()
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash.get(ROWS, [])
-    if rows:
-        terminalreporter.section("forward, ours beside its peers")
-        for line in (report.HEADER, *map(report.line, rows), *fwd.summary(rows)):
+    for the_pass, rows in config.stash.get(ROWS, {}).items():
+        terminalreporter.section(f"{the_pass.title}, ours beside its peers")
+        for line in (report.HEADER, *map(report.line, rows), *run.summary(the_pass, rows)):
             terminalreporter.write_line(line)

@@ -7,34 +7,34 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from . import inputs as inputs_of
-from . import peers
+from .passes import OURS, Pass
 from .ready import CannotRun, Ready, dispatch_seconds, enough_calls, seconds
+from .truth import TOLERANCE
 from .workloads import Workload
 
-OURS = "ours"
 TARGET_SECONDS = 0.05
+OF_OURS = ("deterministic",)  # no witnesses for our result
 
 
 class Match:
     """Contenders that may be timed are in `ready`; why another one is not, is in `reasons`."""
 
-    def __init__(self, workload: Workload, dtype: str, names: Sequence[str], *, target: float = TARGET_SECONDS):
-        self.workload, self.dtype, self.names = workload, dtype, (OURS, *names)
+    def __init__(self, the_pass: Pass, workload: Workload, dtype: str, names: Sequence[str], *, target: float = TARGET_SECONDS):
+        self.the_pass, self.workload, self.dtype, self.names = the_pass, workload, dtype, (OURS, *names)
         self.ready: dict[str, Ready] = {}
         self.reasons: dict[str, str] = {}
         self.wrong: list[str] = []
         self.facts: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.names}
-        self._ours: jax.Array | None = None
+        self._ours: Any = None
         self._agreed: dict[str, bool] = {}
         inputs = inputs_of.make(workload, dtype)
-        self._truth = inputs_of.Truth(inputs)
+        self._truth = the_pass.truth(inputs)
         for name in self.names:
-            self._admit(name, peers.ours if name == OURS else peers.PEERS[name], inputs, target)
+            self._admit(name, the_pass.contenders[name], inputs, target)
         self._ours = None  # The device needs the memory.
         if self._agreed and not any(self._agreed.values()):
             self._exclude_ours()
@@ -56,21 +56,23 @@ class Match:
         else:
             self.ready[name] = ready
 
-    def _check(self, name: str, packed: jax.Array) -> None:
-        """Refuses a result that is wrong in the sampled rows, not finite anywhere, or not the same as ours."""
-        tolerance = inputs_of.TOLERANCE[self.dtype]
+    def _check(self, name: str, packed: Any) -> None:
+        """Refuses a result that is wrong where the truth is known, not finite anywhere, or not the same as ours."""
+        tolerance = self.the_pass.tolerance * TOLERANCE[self.dtype]
         found = self._truth.compare(packed, packed if self._ours is None else self._ours)
         self.facts[name]["relative_error"] = found.error
         if not found.error < tolerance:
-            self._refuse(name, f"wrong result: relative error {found.error:.2g} in sampled rows")
+            self._refuse(name, f"wrong result: relative error {found.error:.2g} in a sample")
         if not found.finite:
             self._refuse(name, "wrong result: not finite")
         if name == OURS:
             self._ours = packed
         elif self._ours is not None:
             self.facts[name]["difference_from_ours"] = found.difference
-            self._agreed[name] = found.difference < 2 * tolerance
-            if not self._agreed[name]:
+            agreed = found.difference < 2 * tolerance
+            if name not in OF_OURS:
+                self._agreed[name] = agreed
+            if not agreed:
                 self._refuse(name, f"differs from ours: relative error {found.difference:.2g}")
 
     def _refuse(self, name: str, reason: str) -> None:
@@ -78,7 +80,7 @@ class Match:
         raise CannotRun(reason)
 
     def _exclude_ours(self) -> None:
-        """Peers that each pass the sampled rows and all differ from ours: rather ours is wrong elsewhere."""
+        """Peers that each pass the sample and all differ from ours: rather ours is wrong elsewhere."""
         del self.ready[OURS]
         self.wrong.append(OURS)
         self.reasons[OURS] = f"differs from {', '.join(self._agreed)}"
@@ -102,10 +104,10 @@ class Match:
         return row | {
             "us": median * 1e6,
             "repeats_us": [s * 1e6 for s in self.seconds[name]],
-            "tflops": self.workload.flops / median / 1e12,
-            "gbps": self.workload.bytes(jnp.dtype(self.dtype).itemsize) / median / 1e9,
+            "tflops": self.the_pass.flops(self.workload) / median / 1e12,
+            "gbps": self.the_pass.bytes(self.workload, jnp.dtype(self.dtype).itemsize) / median / 1e9,
             "ours_times": median / statistics.median(ours) if ours else None,
-            "recorded_tflops": self.workload.recorded_tflops.get(name),
+            "recorded_tflops": self.workload.recorded_tflops(self.the_pass.name).get(name),
         }
 
 

@@ -1,4 +1,7 @@
-"""Ours and its peers: each takes the inputs of a workload and gives a call that is ready to be timed."""
+"""Ours and its peers in JAX: each takes the inputs of a workload and gives an attention, and what it is to be called with.
+
+`forward` and `backward` make a call of it that is ready to be timed.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,63 @@ import numpy as np
 
 import jax_varlen
 
-from . import torch_peers
 from .inputs import Inputs
 from .ready import CannotRun, Ready
 
 
-def ours(inputs: Inputs) -> Ready:
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    attention: Callable
+    """Takes q, k, v and `others`, gives out."""
+    qkv: tuple[jax.Array, jax.Array, jax.Array]
+    others: tuple = ()
+    from_packed: Callable = lambda x: x
+    """A packed array in the layout of q."""
+    to_packed: Callable = lambda x: x
+    """Its inverse."""
+
+
+def forward(inputs: Inputs, problem: Problem) -> Ready:
+    call = functools.partial(jax.jit(problem.attention), *problem.qkv, *problem.others)
+    return _ready(inputs, call, problem.to_packed)
+
+
+def backward(inputs: Inputs, problem: Problem) -> Ready:
+    """The pullback alone, on residuals that a forward pass has left.
+
+    This is what a training step runs after its forward pass. The difference of two timings would have the noise of both, and
+    one program of both passes can be arranged by XLA in ways in which neither runs. A peer that keeps the probabilities is
+    not charged for them.
+    """
+
+    def keep(q, k, v, others):
+        return jax.vjp(lambda *qkv: problem.attention(*qkv, *others), q, k, v)[1]
+
+    pullback = jax.jit(keep)(*problem.qkv, problem.others)
+    call = functools.partial(jax.jit(lambda pullback, dout: pullback(dout)), pullback, problem.from_packed(inputs.dout))
+    return _ready(inputs, call, lambda gradients: tuple(map(problem.to_packed, gradients)))
+
+
+def _ready(inputs: Inputs, call: Callable, packed: Callable) -> Ready:
+    """On CPU each call is waited for, as calls in flight would share the cores."""
+    if inputs.platform == "cpu":
+        return Ready(lambda: jax.block_until_ready(call()), lambda result: result, packed)
+    return Ready(call, jax.block_until_ready, packed)
+
+
+def ours(inputs: Inputs, **options) -> Problem:
     """jax_varlen.varlen_attention."""
     w = inputs.workload
-    attention = functools.partial(jax_varlen.varlen_attention, causal=w.causal, window_size=w.window_size)
-    return _ready(inputs, attention, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
+    attention = functools.partial(jax_varlen.varlen_attention, causal=w.causal, window_size=w.window_size, **options)
+    return Problem(attention, (inputs.q, inputs.k, inputs.v), (inputs.cu_seqlens,))
 
 
-def fa3(inputs: Inputs) -> Ready:
+def deterministic(inputs: Inputs) -> Problem:
+    """Ours with bitwise repeatable gradients, beside the default."""
+    return ours(inputs, deterministic=True)
+
+
+def fa3(inputs: Inputs) -> Problem:
     """FlashAttention-3 through the JAX bindings of dew-flash-attn-cu13, installed or on PYTHONPATH."""
     _need(inputs, "gpu", ("bfloat16", "float16"))
     _load_cudart()
@@ -39,10 +86,10 @@ def fa3(inputs: Inputs) -> Ready:
     def attention(q, k, v, cu_seqlens):
         return module.flash_mha_varlen(q, k, v, cu_seqlens, w.max_length, is_causal=w.causal, window_size=window)
 
-    return _ready(inputs, attention, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens)
+    return Problem(attention, (inputs.q, inputs.k, inputs.v), (inputs.cu_seqlens,))
 
 
-def cudnn(inputs: Inputs) -> Ready:
+def cudnn(inputs: Inputs) -> Problem:
     """cuDNN's packed attention as JAX calls it; JAX's public function does not offer the packed layout."""
     _need(inputs, "gpu", ("bfloat16", "float16"))
     _need_causal_window(inputs)
@@ -62,10 +109,10 @@ def cudnn(inputs: Inputs) -> Ready:
     lengths, offsets = jnp.asarray([w.lengths], jnp.int32), inputs.cu_seqlens[None]
     packing = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
     # JAX takes one sequence for a batch that is not packed, which needs no lengths.
-    return _ready(inputs, attention, inputs.q, inputs.k, inputs.v, packing if len(w.lengths) > 1 else {})
+    return Problem(attention, (inputs.q, inputs.k, inputs.v), (packing if len(w.lengths) > 1 else {},))
 
 
-def padded(inputs: Inputs) -> Ready:
+def padded(inputs: Inputs) -> Problem:
     """jax.nn.dot_product_attention on the padded batch, with cuDNN on a GPU; the padding itself is not timed."""
     w = inputs.workload
     batch, longest = len(w.lengths), w.max_length
@@ -91,26 +138,7 @@ def padded(inputs: Inputs) -> Ready:
         return out.reshape(batch * longest, *out.shape[2:])[places]
 
     q, k, v = (pad(x) for x in (inputs.q, inputs.k, inputs.v))
-    return dataclasses.replace(_ready(inputs, attention, q, k, v, jnp.asarray(w.lengths, jnp.int32)), packed=packed)
-
-
-PEERS: dict[str, Callable[[Inputs], Ready]] = {
-    "fa3": fa3,
-    "fa2": torch_peers.fa2,
-    "cudnn": cudnn,
-    "padded": padded,
-    "torch_cpu": torch_peers.torch_cpu,
-}
-DEFAULT_PEERS = {"gpu": ("fa3", "fa2", "cudnn", "padded"), "cpu": ("padded", "torch_cpu")}
-
-
-def _ready(inputs: Inputs, attention: Callable, *arrays) -> Ready:
-    """A jitted call on arrays of the device. On CPU each call is waited for, as calls in flight would share the cores."""
-    jitted = jax.jit(attention)
-    call = functools.partial(jitted, *arrays)
-    if inputs.platform == "cpu":
-        return Ready(lambda: jax.block_until_ready(call()), lambda out: out, lambda out: out)
-    return Ready(call, jax.block_until_ready, lambda out: out)
+    return Problem(attention, (q, k, v), (jnp.asarray(w.lengths, jnp.int32),), pad, packed)
 
 
 def _need(inputs: Inputs, platform: str, dtypes: tuple[str, ...]) -> None:

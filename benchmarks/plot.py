@@ -20,6 +20,7 @@ from matplotlib.patches import Rectangle
 # A contender has its colour in every picture, whichever others are there.
 COLOURS = {
     "ours": "#2a6fdb",
+    "deterministic": "#8fb4ee",
     "fa3": "#e08a1e",
     "fa2": "#4f9d69",
     "cudnn": "#9a6fb0",
@@ -28,6 +29,7 @@ COLOURS = {
 }
 LABELS = {
     "ours": "jax_varlen",
+    "deterministic": "jax_varlen, deterministic",
     "fa3": "FlashAttention-3 (JAX)",
     "fa2": "FlashAttention-2 (PyTorch)",
     "cudnn": "cuDNN packed (JAX)",
@@ -108,7 +110,7 @@ def _finish(axes: Axes, unit: str) -> None:
 
 def _title(result: dict[str, Any]) -> str:
     dtypes = sorted({row["dtype"] for row in result["rows"]})
-    return f"Packed attention, forward, {' and '.join(dtypes)}, {result.get('gpu') or result['cpu']}"
+    return f"Packed attention, {result.get('pass', 'forward')}, {' and '.join(dtypes)}, {result.get('gpu') or result['cpu']}"
 
 
 def _caption(result: dict[str, Any]) -> str:
@@ -120,7 +122,7 @@ def _caption(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks.fwd")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks.fwd and benchmarks.bwd")
     for path in parser.parse_args(arguments).results:
         figure = draw(json.loads(path.read_text()))
         figure.savefig(path.with_suffix(".png"), dpi=140, facecolor="white")

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 
 class CannotRun(Exception):
     """Why a peer does not take part in a workload."""
@@ -20,8 +18,8 @@ class Ready:
     """Enqueues one call (or makes it, where nothing is asynchronous)."""
     wait: Callable[[Any], Any]
     """Waits for the result of a call, and with it for all earlier ones."""
-    packed: Callable[[Any], jax.Array]
-    """The result of a call as `(total_q, num_heads, head_dim_v)`."""
+    packed: Callable[[Any], Any]
+    """The result of a call in the layout of packed arrays: out, or dq, dk and dv."""
 
 
 def seconds(ready: Ready, calls: int) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from .inputs import num_threads
-from .match import OURS
+from .passes import OURS
 
 Row = dict[str, Any]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "numpy", "dew-flash-attn-cu13")

@@ -39,12 +39,14 @@ def test_bytes_count_each_array_once():
     k = v = 8 * 2 * 8 * 2
     lse = 8 * 4 * 4
     assert workload.bytes(2) == q + k + v + out + lse
+    assert workload.backward_bytes(2) == 2 * (q + k + v) + 2 * out + lse
 
 
 def test_recorded_workloads_are_those_of_the_file():
     rows = json.loads(workloads.FILE.read_text())["packed"]
     assert [w.name for w in workloads.recorded()] == [row["name"] for row in rows]
-    assert all("fa2" in w.recorded_tflops for w in workloads.recorded())
+    for name in ("fwd", "bwd"):
+        assert all("fa2" in w.recorded_tflops(name) for w in workloads.recorded())
 
 
 def test_names_are_unique():

@@ -24,7 +24,7 @@ class Workload:
     head_dim: int
     causal: bool = False
     window_left: int | None = None
-    recorded_tflops: dict[str, float] = dataclasses.field(default_factory=dict)
+    recorded: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -68,10 +68,21 @@ class Workload:
         """A multiplication and an addition for each pair and column, in both products of the forward pass."""
         return 2 * (self.head_dim + self.head_dim_v) * self.num_heads * self.pairs
 
+    def recorded_tflops(self, the_pass: str) -> dict[str, float]:
+        """By peer, what it once reached in "fwd" or "bwd"."""
+        return {peer: rates[the_pass] for peer, rates in self.recorded.items()}
+
     def bytes(self, itemsize: int) -> int:
         """q, k, v, out and lse, each moved once."""
-        columns = self.num_heads * (self.head_dim + self.head_dim_v) + self.num_kv_heads * (self.head_dim + self.head_dim_v)
-        return self.total * (columns * itemsize + self.num_heads * 4)
+        return self.total * (self._columns * itemsize + self.num_heads * 4)
+
+    def backward_bytes(self, itemsize: int) -> int:
+        """q, k, v, out, dout and lse, and dq, dk and dv, each moved once."""
+        return self.total * (2 * self._columns * itemsize + self.num_heads * 4)
+
+    @property
+    def _columns(self) -> int:
+        return (self.num_heads + self.num_kv_heads) * (self.head_dim + self.head_dim_v)
 
 
 def recorded() -> list[Workload]:
@@ -81,8 +92,8 @@ def recorded() -> list[Workload]:
 
 def _from_row(row: dict) -> Workload:
     fields = {key: value for key, value in row.items() if key not in ("lengths", "peers_tflops")}
-    peers = {peer: rates["fwd"] for peer, rates in row["peers_tflops"].items() if isinstance(rates, dict)}
-    return Workload(lengths=tuple(row["lengths"]), recorded_tflops=peers, **fields)
+    rates = {peer: rates for peer, rates in row["peers_tflops"].items() if isinstance(rates, dict)}
+    return Workload(lengths=tuple(row["lengths"]), recorded=rates, **fields)
 
 
 def _spread(count: int, quantile: Callable[[float], float]) -> tuple[int, ...]:

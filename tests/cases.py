@@ -302,6 +302,16 @@ SELECTED = tuple(
 )
 
 
+def cotangents(args, options, seed=7):
+    """Random dout and dlse. In rows of nobody they are NaN, as the inputs there are."""
+    q, _, v, cu_q, *_ = args
+    rng = np.random.default_rng(seed)
+    dout, dlse = rng.normal(size=(*q.shape[:2], v.shape[2])).astype(q.dtype), rng.normal(size=q.shape[1::-1]).astype(np.float32)
+    owned = _owned(cu_q, options.get("seqused_q"), len(q))
+    dout[~owned], dlse[:, ~owned] = np.nan, np.nan
+    return dout, dlse
+
+
 def padded(args, options, *, total=512, batch=9):
     """The same batch in buffers of one size: rows of NaN that are nobody's, and empty sequences at the end."""
     q, k, v, *offsets = args

@@ -88,7 +88,7 @@ def _of_kv_heads(x, num_kv_heads):
 def check(actual, q, k, v, *offsets, factor=3.0, **options):
     """Asserts that the gradients, by name, are right: the error is at most `factor` times that of the loop in low precision.
 
-    A few units in the last place of the results, and of the float32 terms that they are sums of, are free.
+    One unit in the last place of the largest result is free, and four of the float32 terms that the results are sums of.
     """
     expected = gradients(q, k, v, *offsets, **options)
     rounded = gradients(q, k, v, *offsets, **options, low_precision=True)

@@ -7,7 +7,7 @@ import numpy as np
 import oracle
 import oracle_bwd
 import pytest
-from cases import CASES, Case, padded
+from cases import CASES, Case, cotangents, padded
 from conftest import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,19 +38,6 @@ def gradients(args, options, dout, dlse):
         others["softmax_scale"] = np.float32(others["softmax_scale"])
     static = {name: options[name] for name in STATIC if name in options}
     return {name: np.asarray(x) for name, x in _gradients(arrays, others, dout, dlse, **static).items()}
-
-
-def cotangents(args, options, seed=7):
-    """Random dout and dlse. In rows of nobody they are NaN, as the inputs there are."""
-    q, _, v, cu_q, *_ = args
-    rng = np.random.default_rng(seed)
-    dout, dlse = rng.normal(size=(*q.shape[:2], v.shape[2])).astype(q.dtype), rng.normal(size=q.shape[1::-1]).astype(np.float32)
-    used = np.diff(cu_q) if options.get("seqused_q") is None else options["seqused_q"]
-    owned = np.zeros(len(q), bool)
-    for first, n in zip(cu_q[:-1], used, strict=True):
-        owned[first : first + n] = True
-    dout[~owned], dlse[:, ~owned] = np.nan, np.nan
-    return dout, dlse
 
 
 def check(args, options):

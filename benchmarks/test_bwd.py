@@ -1,0 +1,9 @@
+"""The backward pass beside its peers, in pytest-benchmark: `python -m pytest benchmarks/test_bwd.py`."""
+
+from __future__ import annotations
+
+from .passes import BWD
+
+
+def test_bwd(case, compete):
+    compete(BWD, case)
