@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     progress = tqdm(steps, "training")
     for of_packed, of_padded in progress:
-        progress.set_postfix(packed=packed.step(of_packed), padded=padded.step(of_padded))
+        progress.set_postfix_str(f"loss {packed.step(of_packed):.3f} and {padded.step(of_padded):.3f}")
 
     differences = np.abs(np.divide(packed.losses, padded.losses) - 1)
     worst, allowed = differences.max(), TOLERANCE[args.dtype]
