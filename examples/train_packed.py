@@ -37,8 +37,8 @@ BETAS, WEIGHT_DECAY, WARMUP_STEPS = (0.9, 0.95), 0.1, 10
 
 # Largest relative difference of the two losses of a step, by the dtype of q, k and v in both layouts; the rest is float32
 # (its products are TF32 on a GPU, by XLA's default). Each model goes on from its own weights, so differences grow with the
-# steps. The CUDA kernels take bfloat16, the CPU kernel both.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
+# steps: in bfloat16 to 8e-3 in 60 steps, in float32 to 4e-6. The CUDA kernels take bfloat16, the CPU kernel both.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 Params = dict[str, Any]
 Layout = tuple[np.ndarray, np.ndarray]  # tokens, and the lengths of the documents (documents,)
@@ -207,7 +207,7 @@ def draw(trainings: Sequence[Training], differences: np.ndarray, allowed: float,
     for training, style in zip(trainings, ("-", "--"), strict=True):
         above.plot(steps, training.losses, style, label=training.name)
     above.set(ylabel="loss (nats per byte)", title="A byte-level GPT, trained on packed and on padded documents")
-    below.semilogy(steps, differences, ".", label="difference")
+    below.semilogy(steps, np.maximum(differences, 1e-8), ".", label="difference")  # A log axis has no zero.
     below.axhline(allowed, color="tab:red", label="allowed")
     below.set(xlabel="step", ylabel="relative difference")
     for axes in (above, below):
