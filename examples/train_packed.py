@@ -37,8 +37,8 @@ BETAS, WEIGHT_DECAY, WARMUP_STEPS = (0.9, 0.95), 0.1, 10
 
 # Largest relative difference of the two losses of a step, by the dtype of q, k and v in both layouts; the rest is float32
 # (its products are TF32 on a GPU, by XLA's default). Each model goes on from its own weights, so differences grow with the
-# steps. The CUDA kernels take bfloat16, the CPU kernel both.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+# steps: in bfloat16 to 8e-3 in 60 steps, in float32 to 4e-6. The CUDA kernels take bfloat16, the CPU kernel both.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 Params = dict[str, Any]
 Layout = tuple[np.ndarray, np.ndarray]  # tokens, and the lengths of the documents (documents,)
@@ -48,15 +48,16 @@ Loss = Callable[..., Array]
 
 def init(key: Array, layers: int, width: int) -> Params:
     """The weights; those of all layers are stacked, for `jax.lax.scan`."""
-    keys = iter(jax.random.split(key, 5))
+    keys = iter(jax.random.split(key, 6))
 
     def normal(*shape: int, scale: float = 0.02) -> Array:
         return scale * jax.random.normal(next(keys), shape)
 
     into_stream = 0.02 / (2 * layers) ** 0.5
     return {
-        "embedding": normal(VOCABULARY, width),
+        "embedding": normal(VOCABULARY, width, scale=1.0),
         "norm": jnp.ones(width),
+        "head": normal(width, VOCABULARY),
         "layers": {
             "attention_norm": jnp.ones((layers, width)),
             "qkv": normal(layers, width, 3, width // HEAD_DIM, HEAD_DIM),
@@ -89,7 +90,7 @@ def gpt(params: Params, tokens: Array, places: Array, attend: Attend) -> Array:
         return x + jax.nn.gelu(rms_norm(x, w["mlp_norm"]) @ w["up"]) @ w["down"], None
 
     x, _ = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
-    return rms_norm(x, params["norm"]) @ params["embedding"].T
+    return rms_norm(x, params["norm"]) @ params["head"]
 
 
 def mean_loss(logits: Array, targets: Array, counts: Array) -> Array:
@@ -206,7 +207,7 @@ def draw(trainings: Sequence[Training], differences: np.ndarray, allowed: float,
     for training, style in zip(trainings, ("-", "--"), strict=True):
         above.plot(steps, training.losses, style, label=training.name)
     above.set(ylabel="loss (nats per byte)", title="A byte-level GPT, trained on packed and on padded documents")
-    below.semilogy(steps, differences, ".", label="difference")
+    below.semilogy(steps, np.maximum(differences, 1e-8), ".", label="difference")  # A log axis has no zero.
     below.axhline(allowed, color="tab:red", label="allowed")
     below.set(xlabel="step", ylabel="relative difference")
     for axes in (above, below):
@@ -232,7 +233,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     def add(name: str, default: Any, text: str, **options: Any) -> None:
         parser.add_argument(name, default=default, type=type(default), help=f"{text} (default here: {default})", **options)
 
-    add("--steps", 60 if on_cpu else 200, "of each training")
+    add("--steps", 60 if on_cpu else 100, "of each training")
     add("--layers", 3 if on_cpu else 8, "of each model")
     add("--width", 128 if on_cpu else 512, f"of each model, a multiple of {HEAD_DIM}")
     add("--documents", 8 if on_cpu else 48, "in a batch, at most")
@@ -241,7 +242,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rate", 1e-3, "of learning")
     add("--dtype", "float32" if on_cpu else "bfloat16", "of q, k and v in attention", choices=TOLERANCE)
     add("--plot", Path("train_packed.png"), "where the loss curves go")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.context > args.tokens or args.width % HEAD_DIM or args.steps < 1:
+        parser.error(f"A context must fit into --tokens, --width be a multiple of {HEAD_DIM}, and --steps at least 1.")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -257,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     progress = tqdm(steps, "training")
     for of_packed, of_padded in progress:
-        progress.set_postfix(packed=packed.step(of_packed), padded=padded.step(of_padded))
+        progress.set_postfix_str(f"loss {packed.step(of_packed):.3f} and {padded.step(of_padded):.3f}")
 
     differences = np.abs(np.divide(packed.losses, padded.losses) - 1)
     worst, allowed = differences.max(), TOLERANCE[args.dtype]
