@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import Case
 from conftest import DTYPES
@@ -33,9 +34,13 @@ def loss(q=Q, k=K, v=V, sinks=SINKS, slopes=SLOPES, **options):
     return (out.astype(jnp.float32) ** 2).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
-def same(actual, expected):
+def close(actual, expected, ulps=4):
+    """But for how XLA orders the sums around the kernel, which differs from program to program."""
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype
+        tolerance = ulps * oracle.eps(y.dtype)
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max())
 
 
 @functools.cache
@@ -54,20 +59,21 @@ def test_value_and_grad_run_each_kernel_once():
     f = jax.value_and_grad(loss, (0, 1, 2, 3))
     assert calls(f, Q, K, V, SINKS) == (1, 1)
     value, gradient = jax.jit(f)(Q, K, V, SINKS)
-    np.testing.assert_allclose(value, loss(), rtol=1e-6)
-    same(gradient, expected())
+    np.testing.assert_allclose(value, loss(), rtol=1e-5)
+    close(gradient, expected())
 
 
 @pytest.mark.parametrize("argnums", [0, 1, 2, 3, (1, 2), (0, 3)], ids=str)
 def test_gradient_in_some_of_the_arguments(argnums):
     actual = jax.jit(jax.grad(loss, argnums))(Q, K, V, SINKS)
-    same(actual, [expected()[i] for i in np.atleast_1d(argnums)])
+    close(actual, [expected()[i] for i in np.atleast_1d(argnums)])
 
 
 def test_residuals_serve_twice():
     results, backward = jax.vjp(lambda *args: attend(*args), Q, K, V, SINKS)
     cotangents = jax.tree.map(jnp.ones_like, results)
-    same(backward(cotangents), backward(cotangents))
+    for x, y in zip(backward(cotangents), backward(cotangents), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_cotangents_add_up():
@@ -77,10 +83,8 @@ def test_cotangents_add_up():
     of_lse = lambda q, sinks: (attend(q, sinks=sinks)[1] * dlse).sum()
     both = lambda q, sinks: of_out(q, sinks) + of_lse(q, sinks)
     a, b, c = (jax.jit(jax.grad(f, (0, 1)))(Q, SINKS) for f in (of_out, of_lse, both))
-    for x, y, z in zip(a, b, c, strict=True):
-        x, y, z = (np.asarray(x, np.float32) for x in (x, y, z))
-        assert x.any() and y.any()
-        np.testing.assert_allclose(x + y, z, atol=2e-2 * np.abs(z).max())
+    assert all(x.any() for x in (*a, *b))
+    close([x + y for x, y in zip(a, b, strict=True)], c, ulps=8)
 
 
 def test_nothing_quadratic_is_kept():
@@ -98,7 +102,7 @@ def test_checkpoint(policy, forward_calls):
     """With the policy that keeps out and lse the forward kernel does not run again."""
     f = jax.grad(jax.checkpoint(lambda *args: loss(*args), policy=policy), (0, 1, 2, 3))
     assert calls(f, Q, K, V, SINKS) == (forward_calls, 1)
-    same(jax.jit(f)(Q, K, V, SINKS), expected())
+    close(jax.jit(f)(Q, K, V, SINKS), expected())
 
 
 @pytest.mark.parametrize("policy", [None, KEEP], ids=["all", "kept"])
@@ -118,9 +122,7 @@ def test_scan_over_layers(policy):
         return functools.reduce(lambda q, w: layer(q, (w, SLOPES))[0], weights, q).astype(jnp.float32).sum()
 
     actual, wanted = (jax.jit(jax.grad(f, (0, 1)))(Q, weights) for f in (scanned, looped))
-    for x, y in zip(actual, wanted, strict=True):
-        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        np.testing.assert_allclose(x, y, atol=3e-2 * np.abs(y).max())
+    close(actual, wanted, ulps=16)
 
 
 def test_donated_arguments():
@@ -129,7 +131,7 @@ def test_donated_arguments():
         return [x - g for x, g in zip(arrays, gradient, strict=True)]
 
     wanted = jax.jit(step)([Q, K, V, SINKS])
-    same(jax.jit(step, donate_argnums=0)([jnp.array(x) for x in (Q, K, V, SINKS)]), wanted)
+    close(jax.jit(step, donate_argnums=0)([jnp.array(x) for x in (Q, K, V, SINKS)]), wanted)
 
 
 def test_one_trace_for_many_offsets():
@@ -200,7 +202,8 @@ def test_a_second_derivative_is_refused():
 
 
 def test_no_gradient_is_asked_of_what_is_stopped():
-    assert jax.grad(lambda x: x * jax.lax.stop_gradient(loss()))(1.0) == loss()
+    gradient = jax.grad(lambda x: x * jax.lax.stop_gradient(loss()))(1.0)
+    np.testing.assert_allclose(gradient, loss(), rtol=1e-5)
 
 
 def _export(platform, dtype, head_dim=64, **options):
