@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks.fwd and benchmarks.bwd")
     for path in parser.parse_args(arguments).results:
         figure = draw(json.loads(path.read_text()))
-        figure.savefig(path.with_suffix(".png"), dpi=140, facecolor="white")
+        figure.savefig(path.with_suffix(".png"), dpi=140, facecolor="white", bbox_inches="tight")
         plt.close(figure)
         print(path.with_suffix(".png"))
 
