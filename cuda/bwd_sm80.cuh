@@ -362,8 +362,7 @@ cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& list, const
 template <typename T, typename Config, typename Small>
 cudaError_t LaunchBwdSm80Fitting(const BwdParams& params, const WorkList& list, const Turns& turns, int smem_bytes,
                                  cudaStream_t stream) {
-  // The tile of the work item stands in static shared memory, aligned as the rest.
-  if (Config::kSmemBytes + 512 <= smem_bytes) return LaunchBwdSm80As<T, Config>(params, list, turns, stream);
+  if (Config::kSmemBytes + kStaticSmemBytes <= smem_bytes) return LaunchBwdSm80As<T, Config>(params, list, turns, stream);
   return LaunchBwdSm80As<T, Small>(params, list, turns, stream);
 }
 

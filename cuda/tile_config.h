@@ -3,6 +3,9 @@
 
 namespace jax_varlen {
 
+// Beside the tiles, a CTA has its entry of the work list in shared memory, and what aligns the tiles to their rows.
+constexpr int kStaticSmemBytes = 512;
+
 // A work item is kTileM rows of q of one head. Every warp owns 16 rows of each of kAtoms atoms; a tile of no more than
 // kRowsPerAtom rows runs with one atom, so that the tail of a sequence costs half.
 template <int HeadDim, int TileN, int Warps, int Atoms, int Stages, int MinCtas, bool QInRegisters>
