@@ -97,7 +97,7 @@ FwdKernel FwdKernelFor(Isa isa, DType dtype) {
   return FwdGeneric(dtype);
 }
 
-// In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what P - delta has left.
+// In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what dP - delta leaves.
 BwdKernel BwdKernelFor(Isa isa, DType dtype) {
 #if defined(__x86_64__)
   if (isa >= Isa::kAvx512) return BwdAvx512(dtype);
