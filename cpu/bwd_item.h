@@ -16,7 +16,9 @@ struct ItemKeys {
   float *s, *dp;        // of a tile, [key][lane]
 };
 
-inline int64_t KeyFloats(const FwdParams& p) { return 2 * (RowStride(p.head_dim) + RowStride(p.head_dim_v)); }
+inline int64_t KeyFloats(const FwdParams& p) {
+  return 2 * (RowStride(p.head_dim) + RowStride(p.head_dim_v));
+}
 
 inline size_t BwdScratchBytes(const FwdParams& p, int64_t keys) {
   constexpr int64_t kPieces = 12, kCacheLine = 64;
@@ -30,7 +32,11 @@ ItemKeys PackKeys(const FwdParams& p, const BwdItem& item, char** scratch) {
   const int64_t keys = item.key_end - item.key_begin;
   const int64_t stride = RowStride(p.head_dim), stride_v = RowStride(p.head_dim_v);
   const auto take = [&](int64_t row_stride) { return Matrix{Take<float>(keys * row_stride, scratch), row_stride}; };
-  const ItemKeys to{take(stride), take(stride_v), take(stride), take(stride_v), Take<float>(kBwdTileKeys * kStripRows, scratch),
+  const ItemKeys to{take(stride),
+                    take(stride_v),
+                    take(stride),
+                    take(stride_v),
+                    Take<float>(kBwdTileKeys * kStripRows, scratch),
                     Take<float>(kBwdTileKeys * kStripRows, scratch)};
   const int64_t row = (item.rows.first_k + item.key_begin) * p.num_kv_heads + item.rows.kv_head;
   for (int64_t n = 0; n < keys; ++n) {
@@ -65,7 +71,9 @@ void PlanStripFetches(const BwdParams& params, const FwdItem& rows, int64_t row_
   FetchRows(p, strip, params.dout, p.head_dim_v, sizeof(typename D::T), fetcher);
 }
 
-inline Matrix From(Matrix x, int64_t row) { return {x.data + row * x.stride, x.stride}; }
+inline Matrix From(Matrix x, int64_t row) {
+  return {x.data + row * x.stride, x.stride};
+}
 
 // A strip meets keys begin .. begin + n of the item: five products, with P and dS between them.
 template <typename D>

@@ -8,8 +8,8 @@ namespace jax_varlen {
 // The items of one sequence and kv head add to a row of dq one after the other, in the order of their keys, so that the sum
 // has the same bits however many threads there are. done[i] says how many have added to strip i.
 struct Turns {
-  int32_t* done;            // of the sequence and kv head
-  float* sum;               // dq as it grows, in float32; of the shape of dq
+  int32_t* done;             // of the sequence and kv head
+  float* sum;                // dq as it grows, in float32; of the shape of dq
   const int32_t* abandoned;  // not 0: some item will never come
 };
 

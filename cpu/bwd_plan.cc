@@ -32,9 +32,13 @@ void WaitForTurn(const Turns& turns, int64_t strip, int64_t wanted) {
   }
 }
 
-void PassTurn(const Turns& turns, int64_t strip) { __atomic_fetch_add(turns.done + strip, 1, __ATOMIC_RELEASE); }
+void PassTurn(const Turns& turns, int64_t strip) {
+  __atomic_fetch_add(turns.done + strip, 1, __ATOMIC_RELEASE);
+}
 
-void BwdPlan::Abandon() { __atomic_store_n(&abandoned_, 1, __ATOMIC_RELAXED); }
+void BwdPlan::Abandon() {
+  __atomic_store_n(&abandoned_, 1, __ATOMIC_RELAXED);
+}
 
 BwdPlan::BwdPlan(const BwdParams& params, const BwdKernel& kernel, int64_t num_threads)
     : params_(params),
@@ -132,8 +136,8 @@ void BwdPlan::ClearRowsWithoutKeys(const FwdItem& s) const {
   const Range seen = RowsThatSee(s, 0, s.len_k);
   const auto clear = [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
-      ClearHeads(params_.dq, s.first_q + row / group_size_, params_.fwd.num_heads,
-                 s.kv_head * group_size_ + row % group_size_, 1, params_.fwd.head_dim * element_);
+      ClearHeads(params_.dq, s.first_q + row / group_size_, params_.fwd.num_heads, s.kv_head * group_size_ + row % group_size_,
+                 1, params_.fwd.head_dim * element_);
   };
   clear(0, seen.begin);
   clear(seen.end, s.row_end);

@@ -51,7 +51,7 @@ class BwdPlan {
   int64_t keys_per_item_;
   size_t scratch_bytes_;
   std::vector<Piece> pieces_;
-  std::vector<int64_t> unit_begin_;  // in items, see CutUnits
+  std::vector<int64_t> unit_begin_;   // in items, see CutUnits
   std::vector<int64_t> turns_begin_;  // of each sequence
   std::vector<int32_t> turns_;        // of every strip whose keys are in several items
   std::unique_ptr<float[]> sum_;      // see Turns; null where dq itself is float32, or no turns are taken

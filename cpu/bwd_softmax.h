@@ -16,7 +16,7 @@ struct RowVector {
 
 inline RowVector LoadRows(const BwdStrip& strip, int64_t lane) {
   const Strip& rows = strip.rows;
-  return {Load(strip.lse + lane),          Load(strip.delta + lane),       Load(rows.slope + lane),
+  return {Load(strip.lse + lane),       Load(strip.delta + lane),    Load(rows.slope + lane),
           LoadAs<I>(rows.first + lane), LoadAs<I>(rows.last + lane), LoadAs<U>(rows.position + lane)};
 }
 
@@ -35,8 +35,7 @@ inline void ApplyRuleAndGradient(const LogitRule& rule, const RowVector& rows, b
       x = t * rule.cap;
       slope_of_cap = 1.0f - t * t;
     }
-    if (rule.alibi)
-      x -= rows.slope * Abs(__builtin_convertvector(Bits<I>(rows.position - static_cast<uint32_t>(j)), F));
+    if (rule.alibi) x -= rows.slope * Abs(__builtin_convertvector(Bits<I>(rows.position - static_cast<uint32_t>(j)), F));
     if (masked) {
       x = rows.first <= j ? x : Set(-kInf);
       x = rows.last >= j ? x : Set(-kInf);

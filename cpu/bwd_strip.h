@@ -10,12 +10,12 @@ namespace jax_varlen {
 namespace {
 
 struct BwdStrip {
-  Strip rows;                      // q is [dim][lane], o is dq, [dim][lane]
+  Strip rows;                         // q is [dim][lane], o is dq, [dim][lane]
   alignas(64) float lse[kStripRows];  // in base 2; +inf where a row has no probabilities
   float delta[kStripRows];
-  float* dout;         // [dim][lane]
-  Matrix q_rows;       // [lane][dim]
-  Matrix dout_rows;    // [lane][dim]
+  float* dout;       // [dim][lane]
+  Matrix q_rows;     // [lane][dim]
+  Matrix dout_rows;  // [lane][dim]
 };
 
 inline int64_t StripFloats(const FwdParams& p) {
@@ -71,8 +71,7 @@ void FinishDq(const BwdParams& params, const Strip& strip, float* sum, bool firs
     for (int64_t c = 0; c < p.head_dim; c += kLanes) {
       const int64_t dims = Min<int64_t>(kLanes, p.head_dim - c);
       F r[kLanes];
-      for (int i = 0; i < kLanes; ++i)
-        r[i] = i < dims ? Load(strip.o + (c + i) * strip.stride() + lane) * scale : F{};
+      for (int i = 0; i < kLanes; ++i) r[i] = i < dims ? Load(strip.o + (c + i) * strip.stride() + lane) * scale : F{};
       Transpose(r);
       for (int64_t i = 0; i < kLanes && lane + i < strip.rows; ++i) {
         const int64_t element = strip.offset(lane + i, p.num_heads) * p.head_dim + c;

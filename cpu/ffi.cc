@@ -40,7 +40,9 @@ ffi::Error NoMemory(const char* what) {
 }
 
 void GiveUp(FwdPlan&) {}
-void GiveUp(BwdPlan& plan) { plan.Abandon(); }
+void GiveUp(BwdPlan& plan) {
+  plan.Abandon();
+}
 
 template <typename Plan>
 ffi::Error RunPlan(const std::shared_ptr<Plan>& plan, int64_t num_threads, ffi::ThreadPool& pool) {
@@ -73,8 +75,8 @@ ffi::Error Fwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_
                ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse, int64_t window_left, int64_t window_right,
                float softcap, ffi::ThreadPool pool) {
   FwdParams params;
-  const ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
-                                       alibi_slopes, sinks, out, lse, window_left, window_right, softcap, &params);
+  const ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
+                                       sinks, out, lse, window_left, window_right, softcap, &params);
   if (error.failure()) return error;
   return Run<FwdPlan>(params, params, FwdKernelFor, pool);
 }

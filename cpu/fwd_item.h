@@ -28,15 +28,14 @@ struct Buffers {
   }
 
   int64_t Bytes(int64_t strips) const {
-    return strips * (RoundUp(sizeof(Strip), kCacheLine) + 4 * (q_floats + o_floats)) +
-           4 * (k_words + v_words + s_floats) + 5 * kCacheLine;
+    return strips * (RoundUp(sizeof(Strip), kCacheLine) + 4 * (q_floats + o_floats)) + 4 * (k_words + v_words + s_floats) +
+           5 * kCacheLine;
   }
 };
 
 // While the tile that ends at key `end` is worked on: the next one, or what follows the last.
 template <typename Engine>
-void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end,
-                 Fetcher* fetcher) {
+void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end, Fetcher* fetcher) {
   constexpr int64_t kElement = sizeof(typename Engine::Data::T);
   fetcher->Clear();
   if (end < key_end) return FetchKeys(p, item, end, Min(end + kTileKeys, key_end), kElement, fetcher);
@@ -52,8 +51,7 @@ void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, i
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
 template <typename Engine>
 void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
-                Rows<typename Engine::Word> k, Rows<typename Engine::Word> v, float* s, Fetcher* fetcher,
-                Strip* strip) {
+                Rows<typename Engine::Word> k, Rows<typename Engine::Word> v, float* s, Fetcher* fetcher, Strip* strip) {
   constexpr int64_t kPair = Engine::Op::kPair, kAlign = Engine::kAlign;
   const int64_t stride = strip->stride();
   const int64_t aligned_begin = begin / kAlign * kAlign, aligned_end = RoundUp(end, kAlign);

@@ -9,8 +9,7 @@
 
 namespace jax_varlen {
 
-FwdPlan::FwdPlan(const FwdParams& params, const FwdKernel& kernel, int64_t num_threads)
-    : params_(params), kernel_(kernel) {
+FwdPlan::FwdPlan(const FwdParams& params, const FwdKernel& kernel, int64_t num_threads) : params_(params), kernel_(kernel) {
   const int64_t rows_per_item = RowsPerItem(num_threads);
   scratch_bytes_ = kernel.scratch_bytes(params, rows_per_item);
   AddNobody(0, params.cu_seqlens_q[0]);
@@ -76,8 +75,7 @@ void FwdPlan::ClearNobody(const Chunk& chunk, int64_t kv_head) const {
   const int64_t group_size = params_.num_heads / params_.num_kv_heads, head = kv_head * group_size;
   const int64_t head_bytes = params_.head_dim_v * element;
   for (int64_t row = chunk.row_begin; row < chunk.row_end; ++row)
-    std::memset(static_cast<char*>(params_.out) + (row * params_.num_heads + head) * head_bytes, 0,
-                group_size * head_bytes);
+    std::memset(static_cast<char*>(params_.out) + (row * params_.num_heads + head) * head_bytes, 0, group_size * head_bytes);
   for (int64_t h = head; h < head + group_size; ++h)
     std::fill(params_.lse + h * params_.total_q + chunk.row_begin, params_.lse + h * params_.total_q + chunk.row_end,
               -std::numeric_limits<float>::infinity());

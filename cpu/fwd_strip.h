@@ -42,8 +42,7 @@ inline void InitRow(const FwdParams& p, const FwdItem& item, int64_t token, int6
   strip->position[lane] = static_cast<int32_t>(position);
   strip->first[lane] = static_cast<int32_t>(first);
   strip->last[lane] = static_cast<int32_t>(last);
-  if (p.alibi_slopes != nullptr)
-    strip->slope[lane] = p.alibi_slopes[item.sequence * p.alibi_batch_stride + head] * kLog2E;
+  if (p.alibi_slopes != nullptr) strip->slope[lane] = p.alibi_slopes[item.sequence * p.alibi_batch_stride + head] * kLog2E;
   if (first <= last) {
     strip->key_begin = Min(strip->key_begin, first);
     strip->key_end = Max(strip->key_end, last + 1);

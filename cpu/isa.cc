@@ -52,8 +52,8 @@ Isa HighestIsa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kGeneric;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512vl"))
     return Isa::kAvx2;
   if (!__builtin_cpu_supports("avx512bf16")) return Isa::kAvx512;
   return HasAmx() ? Isa::kAmx : Isa::kAvx512Bf16;
@@ -65,15 +65,13 @@ Isa HighestIsa() {
 IsaChoice Choose() {
   const Isa highest = HighestIsa();
   const char* wanted = std::getenv("JAX_VARLEN_CPU_ISA");
-  if (wanted == nullptr || *wanted == '\0')
-    return {highest == Isa::kAvx512Bf16 && !FastBf16Dot() ? Isa::kAvx512 : highest, ""};
+  if (wanted == nullptr || *wanted == '\0') return {highest == Isa::kAvx512Bf16 && !FastBf16Dot() ? Isa::kAvx512 : highest, ""};
   std::string offered;
   for (int i = 0; i <= static_cast<int>(highest); ++i) {
     if (std::string(wanted) == kNames[i]) return {static_cast<Isa>(i), ""};
     offered += std::string(i ? ", " : "") + kNames[i];
   }
-  return {highest,
-          std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted + "\"."};
+  return {highest, std::string("JAX_VARLEN_CPU_ISA must be one of ") + offered + " on this machine, got \"" + wanted + "\"."};
 }
 
 }  // namespace
@@ -99,7 +97,7 @@ FwdKernel FwdKernelFor(Isa isa, DType dtype) {
   return FwdGeneric(dtype);
 }
 
-// In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what P - delta has left.
+// In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what dP - delta leaves.
 BwdKernel BwdKernelFor(Isa isa, DType dtype) {
 #if defined(__x86_64__)
   if (isa >= Isa::kAvx512) return BwdAvx512(dtype);

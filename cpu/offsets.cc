@@ -7,14 +7,12 @@ std::string Element(const std::string& name, int64_t i, int64_t value) {
   return name + "[" + std::to_string(i) + "] is " + std::to_string(value);
 }
 
-std::string CheckCuSeqlens(const std::string& name, const char* array, const int32_t* cu, int64_t batch,
-                           int64_t total) {
+std::string CheckCuSeqlens(const std::string& name, const char* array, const int32_t* cu, int64_t batch, int64_t total) {
   if (cu[0] < 0) return name + " must not be negative: " + Element(name, 0, cu[0]) + "; the first offset is usually 0.";
   for (int64_t b = 0; b < batch; ++b)
     if (cu[b + 1] < cu[b])
-      return name + " must not decrease: " + Element(name, b + 1, cu[b + 1]) + " after " + name + "[" +
-             std::to_string(b) + "] = " + std::to_string(cu[b]) +
-             "; offsets are running sums of lengths, as cu_seqlens_from_lengths makes them.";
+      return name + " must not decrease: " + Element(name, b + 1, cu[b + 1]) + " after " + name + "[" + std::to_string(b) +
+             "] = " + std::to_string(cu[b]) + "; offsets are running sums of lengths, as cu_seqlens_from_lengths makes them.";
   if (cu[batch] > total)
     return name + " must end within the " + std::to_string(total) + " rows of " + array + ": " +
            Element(name, batch, cu[batch]) + "; the last offset is the sum of the lengths.";
@@ -26,9 +24,8 @@ std::string CheckSeqused(const std::string& name, const std::string& cu_name, co
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t rows = int64_t{cu[b + 1]} - cu[b];
     if (seqused[b] < 0 || seqused[b] > rows)
-      return name + " must lie between 0 and the rows that " + cu_name +
-             " gives a sequence: " + Element(name, b, seqused[b]) + " for a sequence of " + std::to_string(rows) +
-             " rows.";
+      return name + " must lie between 0 and the rows that " + cu_name + " gives a sequence: " + Element(name, b, seqused[b]) +
+             " for a sequence of " + std::to_string(rows) + " rows.";
   }
   return "";
 }

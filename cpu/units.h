@@ -19,8 +19,7 @@ void SortByCost(std::vector<Piece>* pieces) {
   };
   std::vector<uint8_t> bucket_of(pieces->size());
   int64_t begin[kBuckets + 1] = {};
-  for (size_t i = 0; i < pieces->size(); ++i)
-    ++begin[(bucket_of[i] = static_cast<uint8_t>(bucket((*pieces)[i]))) + 1];
+  for (size_t i = 0; i < pieces->size(); ++i) ++begin[(bucket_of[i] = static_cast<uint8_t>(bucket((*pieces)[i]))) + 1];
   for (int i = 0; i < kBuckets; ++i) begin[i + 1] += begin[i];
   std::vector<Piece> sorted(pieces->size());
   for (size_t i = 0; i < pieces->size(); ++i) sorted[begin[bucket_of[i]]++] = (*pieces)[i];
