@@ -76,8 +76,8 @@ constexpr int64_t kLinesPerProduct = 8;
 
 // The product for rows [0, rows) of a and all lanes.
 template <typename Tiles>
-void TileProducts(Rows<uint32_t> a, const float* b, int64_t words, bool from_zero, int64_t rows, int64_t stride,
-                  float* sum, Fetcher* fetcher) {
+void TileProducts(Rows<uint32_t> a, const float* b, int64_t words, bool from_zero, int64_t rows, int64_t stride, float* sum,
+                  Fetcher* fetcher) {
   for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
     const bool two_a = r + kTileRows < rows;
     for (int64_t lane = 0; lane < stride; lane += 2 * kTileWords) {
@@ -106,8 +106,7 @@ struct AmxEngine {
   static void Begin() { Tiles::Configure(); }
   static void End() { Tiles::Release(); }
 
-  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(Words(dims));
     for (int64_t n = begin / kAlign * kAlign; n < RoundUp(end, kAlign); ++n) {
       const bool real = n >= begin && n < end;
@@ -117,8 +116,7 @@ struct AmxEngine {
     return {packed, stride};
   }
 
-  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     constexpr int64_t kStride = kTileKeys / 2;
     const auto row = [=](int64_t n) { return n >= begin && n < end ? v + n * row_stride : nullptr; };
     for (int64_t n = begin / kAlign * kAlign; n < end; n += kAlign)
@@ -134,8 +132,8 @@ struct AmxEngine {
   static void Score(const Strip& strip, Rows<Word> k, int64_t words, float scale, int64_t begin, int64_t end, float* s,
                     Fetcher* fetcher) {
     const int64_t stride = strip.stride();
-    TileProducts<Tiles>({k.data + begin * k.stride, k.stride}, strip.q, words, true, end - begin, stride,
-                        s + begin * stride, fetcher);
+    TileProducts<Tiles>({k.data + begin * k.stride, k.stride}, strip.q, words, true, end - begin, stride, s + begin * stride,
+                        fetcher);
     for (int64_t i = begin * stride; i < end * stride; i += kLanes) Store(s + i, Load(s + i) * scale);
   }
 
@@ -143,8 +141,8 @@ struct AmxEngine {
                          Fetcher* fetcher) {
     const int64_t stride = strip->stride();
     if (!strip->empty) Rescale(strip, OutputRows(dims));
-    TileProducts<Tiles>({v.data + begin, v.stride}, p + begin * stride, end - begin, strip->empty, OutputRows(dims),
-                        stride, strip->o, fetcher);
+    TileProducts<Tiles>({v.data + begin, v.stride}, p + begin * stride, end - begin, strip->empty, OutputRows(dims), stride,
+                        strip->o, fetcher);
   }
 
   static void Rescale(Strip* strip, int64_t dims) {

@@ -59,8 +59,7 @@ struct Bf16Engine {
 
   static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bits<F>(LoadWords16(row, word, dims)); }
 
-  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(Words(dims));
     for (int64_t n = begin; n < end; ++n)
       for (int64_t w = 0; w < Words(dims); w += kLanes)
@@ -68,8 +67,7 @@ struct Bf16Engine {
     return {packed, stride};
   }
 
-  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(dims);
     for (int64_t n = begin / 2 * 2; n < end; n += 2) {
       const uint16_t* low = n < begin ? nullptr : v + n * row_stride;

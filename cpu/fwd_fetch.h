@@ -36,8 +36,7 @@ class Fetcher {
 };
 
 // Keys begin .. end of the sequence.
-inline void FetchKeys(const FwdParams& p, const FwdItem& item, int64_t begin, int64_t end, int64_t element,
-                      Fetcher* fetcher) {
+inline void FetchKeys(const FwdParams& p, const FwdItem& item, int64_t begin, int64_t end, int64_t element, Fetcher* fetcher) {
   const int64_t row = (item.first_k + begin) * p.num_kv_heads + item.kv_head;
   const int64_t k_bytes = p.head_dim * element, v_bytes = p.head_dim_v * element;
   fetcher->Add(static_cast<const char*>(p.k) + row * k_bytes, k_bytes, p.num_kv_heads * k_bytes, end - begin);

@@ -54,21 +54,17 @@ struct FmaEngine {
   static void Begin() {}
   static void End() {}
 
-  static F LoadWords(const typename D::T* row, int64_t word, int64_t dims) {
-    return LoadSome<D>(row + word, dims - word);
-  }
+  static F LoadWords(const typename D::T* row, int64_t word, int64_t dims) { return LoadSome<D>(row + word, dims - word); }
 
   // Rows begin .. end as floats. A row of floats serves as it lies, where it is read along its length.
-  static Rows<Word> PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     if constexpr (sizeof(typename D::T) == sizeof(Word))
       return {k, row_stride};
     else
       return PackV(k, row_stride, dims, begin, end, packed);
   }
 
-  static Rows<Word> PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end,
-                          Word* packed) {
+  static Rows<Word> PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(dims);
     for (int64_t n = begin; n < end; ++n) {
       const typename D::T* row = v + n * row_stride;

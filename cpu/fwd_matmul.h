@@ -128,8 +128,8 @@ struct OutputRows {
 
 // s for keys [begin, end) of the tile.
 template <typename Op, int V = kMaxVectors>
-void Scores(int vectors, Rows<typename Op::Word> k, const float* q, int64_t words, float scale, int64_t begin,
-            int64_t end, float* s, Fetcher* fetcher) {
+void Scores(int vectors, Rows<typename Op::Word> k, const float* q, int64_t words, float scale, int64_t begin, int64_t end,
+            float* s, Fetcher* fetcher) {
   if constexpr (V > 1)
     if (vectors < V) return Scores<Op, V - 1>(vectors, k, q, words, scale, begin, end, s, fetcher);
   ForRegisterTiles<RegisterRows(V)>(begin, end, ScoreRows<Op, V>{k, q, words, scale, s, fetcher});

@@ -93,8 +93,7 @@ template <typename Op>
 void Softmax(const LogitRule& rule, int64_t tile, int64_t begin, int64_t end, float* s, Strip* strip) {
   const bool masked = tile + begin < strip->full_begin || tile + end > strip->full_end;
   if (masked || rule.softcap || rule.alibi)
-    for (int64_t lane = 0; lane < strip->stride(); lane += kLanes)
-      ApplyRule(rule, *strip, lane, tile, begin, end, masked, s);
+    for (int64_t lane = 0; lane < strip->stride(); lane += kLanes) ApplyRule(rule, *strip, lane, tile, begin, end, masked, s);
   ProbabilitiesOf<Op>(strip->vectors, begin, end, s, strip);
 }
 

@@ -14,8 +14,7 @@ inline F Polynomial(F x, const float (&c)[N]) {
 
 // For x up to 127. Exactly 1 at 0 and exactly 0 below -125, so a masked logit of -inf leaves nothing behind.
 inline F Exp2(F x) {
-  constexpr float c[] = {
-      1.0f, 6.931469776e-01f, 2.402224209e-01f, 5.550733744e-02f, 9.671512649e-03f, 1.326472707e-03f};
+  constexpr float c[] = {1.0f, 6.931469776e-01f, 2.402224209e-01f, 5.550733744e-02f, 9.671512649e-03f, 1.326472707e-03f};
   const F shifter = x + 0x1.8p23f;  // rint(x) in the low bits
   return Scale(Polynomial(x - (shifter - 0x1.8p23f), c), shifter, x);
 }

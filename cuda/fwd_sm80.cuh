@@ -231,7 +231,8 @@ cudaError_t LaunchFwdSm80(const FwdParams& params, const WorkList& list, int sme
   const int64_t head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
   if (head_dim <= 64) return LaunchFwdSm80As<T, FwdTile64>(params, list, stream);
   if (head_dim <= 128) return LaunchFwdSm80As<T, FwdTile128>(params, list, stream);
-  if (FwdTile256Wide::kSmemBytes + kStaticSmemBytes <= smem_bytes) return LaunchFwdSm80As<T, FwdTile256Wide>(params, list, stream);
+  if (FwdTile256Wide::kSmemBytes + kStaticSmemBytes <= smem_bytes)
+    return LaunchFwdSm80As<T, FwdTile256Wide>(params, list, stream);
   return LaunchFwdSm80As<T, FwdTile256>(params, list, stream);
 }
 
