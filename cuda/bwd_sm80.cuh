@@ -45,19 +45,20 @@ __device__ __forceinline__ void PackAtoms(uint32_t (&fragment)[4], const float (
   }
 }
 
-// Hides what a query does not see: rows are keys from `key` on, columns queries from `query` on.
+// Hides what a query does not see: rows are keys from `key` on, columns queries from `query` on. Queries that do not count are
+// hidden too: their zeros meet a bias that may be large.
 template <int kN>
 __device__ __forceinline__ void MaskTransposed(float (&acc)[kN][4], const FwdParams& p, const Tile& tile, int key, int query) {
   const int left = p.window_left == kUnbounded ? INT_MIN : -static_cast<int>(p.window_left);
   const int right = p.window_right == kUnbounded ? INT_MAX : static_cast<int>(p.window_right);
-  const int offset = key - (query + Shift(tile)) - 2 * static_cast<int>(threadIdx.x % 4);
+  const int column = query + 2 * static_cast<int>(threadIdx.x % 4), offset = key - column - Shift(tile);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const bool counts = key + 8 * (e / 2) < tile.k_used;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int distance = offset + 8 * (e / 2) - 8 * n - e % 2;
-      if (!counts || distance < left || distance > right) acc[n][e] = -INFINITY;
+      if (!counts || distance < left || distance > right || column + 8 * n + e % 2 >= tile.q_used) acc[n][e] = -INFINITY;
     }
   }
 }
@@ -247,8 +248,8 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
       if (!is_ds) {
         const Logits logits(p, tile, step.head);
         const int query0 = step.m * kTileM, last_query = min(query0 + kTileM, tile.q_used) - 1;
-        const bool masked =
-            tile.row + kTileN > min(VisibleTo(p, tile, query0).hi, tile.k_used) || tile.row < VisibleTo(p, tile, last_query).lo;
+        const bool masked = query0 + kTileM > tile.q_used || tile.row + kTileN > VisibleTo(p, tile, query0).hi ||
+                            tile.row + kTileN > tile.k_used || tile.row < VisibleTo(p, tile, last_query).lo;
         constexpr uint32_t kStepBytes = kGroupThreads * 16;
         ComputeP<T>(acc_s, p, tile, logits, tile.row + thread_key, query0, masked,
                     smem_lse + (stage * kTileM + 2 * (lane % 4)) * 4, exchange, kStepBytes);

@@ -8,8 +8,8 @@
 
 namespace jax_varlen {
 
-// What keeps the order of additions to dq where gradients must repeat bit for bit: null, or (num_heads, tiles) counters, zero
-// at first, of how many tiles of keys have been added to each tile of dq.
+// What keeps the order of additions to dq where gradients must repeat bit for bit: null, or (num_heads, tiles, 2) counters,
+// zero at first, of how many tiles of keys have been added to each tile of dq.
 struct Turns {
   int32_t* counts;
   int64_t tiles;

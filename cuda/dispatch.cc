@@ -1,5 +1,8 @@
 #include "dispatch.h"
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "fwd_sm80.h"
 #include "schedule.h"
 
@@ -8,10 +11,14 @@ namespace {
 
 constexpr int kMinTile = 32;  // the least rows of a tile of any kernel, which bounds the number of tiles
 
+// What the device gives a CTA of shared memory, or less where JAX_VARLEN_CUDA_SMEM says so: a large device then runs the
+// kernels of a small one, for tests and comparison.
 cudaError_t SmemBytesPerCta(int* bytes) {
   int device;
   if (cudaError_t error = cudaGetDevice(&device)) return error;
-  return cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (cudaError_t error = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
+  if (const char* limit = std::getenv("JAX_VARLEN_CUDA_SMEM")) *bytes = std::min(*bytes, std::atoi(limit));
+  return cudaSuccess;
 }
 
 }  // namespace

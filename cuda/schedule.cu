@@ -120,7 +120,8 @@ __device__ void ListPacked(const FwdParams& p, const Request& request, const Wor
   __syncthreads();
   ForEachTile(p, request, [&](const Tile& tile) {
     const int64_t place = PackedPlace(p, request, tile);
-    if (place < list.capacity) list.tiles[place] = tile;
+    // Offsets that decrease can claim a place twice; the first to come has it, whole.
+    if (place < list.capacity && atomicCAS(&list.tiles[place].sequence, -1, tile.sequence) == -1) list.tiles[place] = tile;
   });
 }
 

@@ -1,5 +1,6 @@
-// The work list: which tiles of q there are, longest first. It is made on the device from the offsets, so that the host
-// knows no length, a compiled call serves any lengths, and a captured graph replays with new ones.
+// The work list: which tiles of q (forward) or of k (backward) there are, in the order in which they start. It is made on the
+// device from the offsets, so that the host knows no length, a compiled call serves any lengths, and a captured graph replays
+// with new ones.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// The sizes of the forward tiles, by head_dim.
+// The sizes of tiles, by head_dim.
 #pragma once
 
 namespace jax_varlen {
@@ -50,7 +50,7 @@ struct BwdTileConfig {
 using BwdTile64 = BwdTileConfig<64, 128, 128, 2, 2, false>;
 using BwdTile128 = BwdTileConfig<128, 64, 128, 2, 2, false>;
 using BwdTile256 = BwdTileConfig<256, 64, 64, 1, 2, false>;
-// For devices with no more than 99 KB of shared memory a CTA.
+// For devices with less shared memory than Hopper: they need no more than the 99 KB of compute capability 8.6, 8.9 and 12.x.
 using BwdTile64Small = BwdTileConfig<64, 64, 64, 1, 2, true>;
 using BwdTile128Small = BwdTileConfig<128, 64, 64, 1, 1, true>;
 using BwdTile256Small = BwdTileConfig<256, 32, 32, 1, 1, false>;

@@ -85,6 +85,10 @@ def varlen_attention(
         out = jax_varlen.varlen_attention(q, k, v, jax_varlen.cu_seqlens_from_lengths(lengths), causal=True)
         ```
     """
+    if cu_seqlens_q is None:
+        raise TypeError(
+            "cu_seqlens_q must be given: the offsets (batch + 1,) of the sequences in q, for example [0, q.shape[0]] for one."
+        )
     offsets = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -101,10 +105,10 @@ def varlen_attention(
     if sinks is not None:
         ops["sinks"] = shapes.as_float32("sinks", sinks)
     left, right = shapes.window_bounds(window_size, causal)
-    options = Options(left, right, shapes.softcap_value(softcap), bool(deterministic))
+    options = Options(left, right, shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic))
     shapes.check_values(ops)
     results: Any = _attention(options, primitives.same_varying(ops))
-    return results if return_lse else results[0]
+    return results if shapes.flag("return_lse", return_lse) else results[0]
 
 
 def _array(name: str, x) -> jax.Array:

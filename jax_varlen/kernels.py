@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,7 +48,7 @@ def _register(module: ModuleType | None, platform: str) -> None:
 
 def _require_jaxlib() -> None:
     """A handler runs only under a jaxlib at least as new as its headers; XLA itself would fail later, and in other words."""
-    version = tuple(int(part) for part in jaxlib.version.__version__.split(".")[:3])
+    version = tuple(int(part) for part in re.findall(r"\d+", jaxlib.version.__version__)[:3])
     if version < MIN_JAXLIB:
         wanted = ".".join(map(str, MIN_JAXLIB))
         raise ImportError(

@@ -52,10 +52,8 @@ def varlen_attention(
     """
     del deterministic
     left, right = _window(window_size, causal)
-    out, lse = _attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
-        left, right, softcap,
-    )  # fmt: skip
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks)
+    out, lse = _attention(*(x if x is None else jnp.asarray(x) for x in arrays), left, right, softcap)
     return (out, lse) if return_lse else out
 
 

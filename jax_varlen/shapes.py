@@ -199,8 +199,11 @@ def as_int32(name: str, x) -> jax.Array | np.ndarray:
         raise TypeError(
             f"{name} must hold integers, got {array.dtype} {array.shape}. Cast it where it is made: {name}.astype(jnp.int32)."
         )
-    if isinstance(array, np.ndarray) and array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
-        raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
+    if isinstance(array, np.ndarray):
+        if array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
+            raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
+    elif np.iinfo(array.dtype).max > _INT32_MAX:
+        array = array.clip(max=_INT32_MAX)  # a value beyond int32 stays too large and does not wrap into the array
     return array.astype(np.int32)
 
 
@@ -230,9 +233,14 @@ def window_bounds(window_size, causal: bool) -> tuple[int, int]:
             "tokens that ends with the query itself is (W - 1, 0)."
         )
     left, right = (_window_bound(window_size, side) for side in window_size)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be a Python bool, got {causal!r}: it selects the mask when the call is traced.")
-    return left, 0 if causal else right
+    return left, 0 if flag("causal", causal) else right
+
+
+def flag(name: str, x) -> bool:
+    """`x` if it is a Python bool."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a Python bool, got {x!r}: it is fixed when the call is traced.")
+    return bool(x)
 
 
 def _window_bound(window_size, bound) -> int:
@@ -258,8 +266,9 @@ def softcap_value(softcap) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float, np.integer, np.floating)):
         raise TypeError(f"softcap must be a Python number or None, got {softcap!r}.")
     softcap = float(softcap)
-    if not (softcap > 0 and math.isfinite(softcap)):
-        raise ValueError(f"softcap must be greater than 0 and finite, or None for no cap, got {softcap}.")
+    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # kernels hold it in float32
+    if not smallest <= softcap <= largest:
+        raise ValueError(f"softcap must be greater than 0 and finite in float32, or None for no cap, got {softcap}.")
     return softcap
 
 

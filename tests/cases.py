@@ -23,7 +23,7 @@ class Case:
     gap: int = 0  # rows before the first sequence
     tail: int = 0  # rows behind the last one
     options: dict[str, Any] = field(default_factory=dict)  # causal, window_size, softcap, softmax_scale, seqused_q, seqused_k
-    alibi: str | None = None  # "heads": (num_heads,); "batch": (batch, num_heads)
+    alibi: str | None = None  # "heads": (num_heads,); "batch": (batch, num_heads); "negative": (num_heads,), down to -2
     sinks: float | str | None = None  # one value for all heads, or "random"
     q: float | Callable | None = None  # instead of random numbers: one value, or a function of (rng, shape)
     k: float | Callable | None = None
@@ -46,8 +46,9 @@ class Case:
         k = _fill(rng, self.k, (total_k, self.num_kv_heads, self.head_dim), owned_k, dtype)
         v = _fill(rng, self.v, (total_k, self.num_kv_heads, head_dim_v), owned_k, dtype)
         if self.alibi is not None:
-            shape = (self.num_heads,) if self.alibi == "heads" else (len(self.lens_q), self.num_heads)
-            options["alibi_slopes"] = rng.uniform(0, 0.5, shape).astype(np.float32)
+            shape = (len(self.lens_q), self.num_heads) if self.alibi == "batch" else (self.num_heads,)
+            bounds = (-2, 0) if self.alibi == "negative" else (0, 0.5)
+            options["alibi_slopes"] = rng.uniform(*bounds, shape).astype(np.float32)
         if self.sinks is not None:
             sinks = rng.normal(size=self.num_heads) if self.sinks == "random" else np.full(self.num_heads, self.sinks)
             options["sinks"] = sinks.astype(np.float32)
@@ -199,6 +200,16 @@ CASES = (
         32,
         alibi="heads",
         options={"causal": True},
+    ),
+    Case("alibi_negative", "rows behind the end of a tile meet a bias of exp(2 * distance)", (70, 5), alibi="negative"),
+    Case("softcap_never_reached", "a cap far above all logits costs no precision", (40, 9), options={"softcap": 1e6}),
+    Case(
+        "far_below_zero_long",
+        "logits of -5e4 in many tiles of keys: no rounding error grows from tile to tile",
+        (3,),
+        (700,),
+        q=-300.0,
+        k=300.0,
     ),
     Case("alibi_batch", "slopes per sequence, bidirectional, unequal lengths", (50, 3, 70), (60, 90, 10), alibi="batch"),
     Case(
