@@ -345,15 +345,17 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
 }
 
 template <typename T, typename Config>
-cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& list, const Turns& turns, cudaStream_t stream) {
+cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& workspace, const Turns& turns, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
   const Order order = turns.counts ? Order::kPacked : Order::kLongestFirst;
+  // The workspace has room for the smallest tiles of all kernels; with these there are fewer.
+  const int64_t tiles = MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN);
+  const WorkList list = {workspace.count, workspace.tiles, tiles};
   if (cudaError_t error = LaunchSchedule(params.fwd, TilesOf::kKeys, Config::kTileN, Config::kTileM, order, list, stream))
     return error;
   const auto kernel = bwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
-  const int64_t tiles = turns.counts ? list.capacity : MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN);
   const int64_t items = tiles * params.fwd.num_kv_heads;
   kernel<<<static_cast<int>(items < kMaxGrid ? items : kMaxGrid), Config::kThreads, Config::kSmemBytes, stream>>>(params, list,
                                                                                                                   turns);
