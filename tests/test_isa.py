@@ -33,7 +33,7 @@ def test_every_instruction_set(name):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_VARLEN_CPU_ISA": name}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     program = PROGRAM.format(tests=os.path.dirname(__file__), name=name, cases=CHOSEN)
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-P", "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     if name != "generic" and "JAX_VARLEN_CPU_ISA must be one of" in result.stderr:
         pytest.skip(f"this processor has no {name}")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -43,6 +43,6 @@ def test_unknown_name_is_an_error():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_VARLEN_CPU_ISA": "neon"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     code = "import jax_varlen; jax_varlen.info()"
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     assert "JAX_VARLEN_CPU_ISA must be one of generic" in result.stderr

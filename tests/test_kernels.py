@@ -14,7 +14,7 @@ from jax_varlen import info, kernels
 def test_importing_starts_no_backend():
     code = "import jax_varlen; from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120, env=environment)
 
 
 def test_jaxlib_that_is_too_old_is_named(monkeypatch):
