@@ -34,7 +34,7 @@ int64_t DqTiles(const FwdParams& params) {
 cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream) {
   int smem_bytes;
   if (cudaError_t error = SmemBytesPerCta(&smem_bytes)) return error;
-  const WorkList list = WorkListIn(workspace, WorkspaceWords(params.total_q, params.batch));
+  const WorkList list = WorkListIn(workspace);
   return params.dtype == DType::kBF16 ? FwdSm80<DType::kBF16>(params, list, smem_bytes, stream)
                                       : FwdSm80<DType::kF16>(params, list, smem_bytes, stream);
 }
@@ -42,7 +42,7 @@ cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream
 cudaError_t Bwd(const BwdParams& params, int32_t* workspace, const Turns& turns, cudaStream_t stream) {
   int smem_bytes;
   if (cudaError_t error = SmemBytesPerCta(&smem_bytes)) return error;
-  const WorkList list = WorkListIn(workspace, WorkspaceWords(params.fwd.total_k, params.fwd.batch));
+  const WorkList list = WorkListIn(workspace);
   return params.fwd.dtype == DType::kBF16 ? BwdSm80<DType::kBF16>(params, list, turns, smem_bytes, stream)
                                           : BwdSm80<DType::kF16>(params, list, turns, smem_bytes, stream);
 }

@@ -214,9 +214,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_k
 template <typename T, typename Config>
 cudaError_t LaunchFwdSm80As(const FwdParams& params, const WorkList& list, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
-  if (cudaError_t error =
-          LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, Order::kLongestFirst, list, stream))
-    return error;
+  if (cudaError_t error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream)) return error;
   const auto kernel = fwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;

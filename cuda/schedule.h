@@ -16,14 +16,13 @@ struct Tile;
 struct WorkList {
   int32_t* count;  // of tiles; every tile is one item of work for each head
   Tile* tiles;
-  int64_t capacity;
 };
 
 // The work list in a workspace of 32-bit words: the count, alone in the first kWordsPerTile words, then the tiles.
 constexpr int kWordsPerTile = 8;
 
-inline WorkList WorkListIn(int32_t* workspace, int64_t words) {
-  return {workspace, reinterpret_cast<Tile*>(workspace + kWordsPerTile), words / kWordsPerTile - 1};
+inline WorkList WorkListIn(int32_t* workspace) {
+  return {workspace, reinterpret_cast<Tile*>(workspace + kWordsPerTile)};
 }
 
 // The tiles that a batch can have at most: no sequence has more than one tile that is not full, and rows of nobody stand before
@@ -33,14 +32,10 @@ inline int64_t MaxTiles(int64_t total, int64_t batch, int tile_rows) {
 }
 
 enum class TilesOf { kQueries, kKeys };
-enum class Order {
-  kLongestFirst,
-  kPacked,  // as the rows stand in the packed array, with empty entries (sequence < 0) in between
-};
 
-// Lists the tiles of `rows` rows of q or k; what a tile costs is the number of tiles of `other_rows` rows of the other side
-// that it meets.
-cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, Order order, const WorkList& list,
+// Lists the tiles of `rows` rows of q or k, longest first; what a tile costs is the number of tiles of `other_rows` rows of the
+// other side that it meets. Tiles of keys of one sequence stand in their order.
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, const WorkList& list,
                            cudaStream_t stream);
 
 }  // namespace jax_varlen

@@ -72,7 +72,7 @@ def varlen_attention(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
     build or platform cannot do. Wrong values in offsets are errors on CPU, and at trace time for NumPy arrays; on a GPU they
-    are clamped and never read or write outside the arrays.
+    are clamped, or make every row nobody's where they fall, and never read or write outside the arrays.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
