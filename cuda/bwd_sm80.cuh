@@ -105,7 +105,7 @@ __device__ __forceinline__ void ComputeP(float (&acc_s)[kAtoms][kN][4], const Fw
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const float2 lse = ptx::LoadSharedFloat2(smem_lse + 32 * n);
-    // A query that sees no key has lse -inf, and no probability.
+    // A query all of whose logits are -inf has lse -inf, and no probability.
     const float shift[2] = {lse.x == -INFINITY ? -INFINITY : -lse.x * kLog2e, lse.y == -INFINITY ? -INFINITY : -lse.y * kLog2e};
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a)
@@ -158,19 +158,20 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
     const int steps = queries.lo < queries.hi ? (last_m + 1 - queries.lo / kTileM) * group_size : 0;
     const HeadRange heads = {kv_head * group_size, (kv_head + 1) * group_size};
 
+    // Rows that see no key arrive as zeros, so that nothing of theirs, NaN included, reaches a product.
     auto copy_step = [&](const Step& step, int stage) {
-      const int rows = tile.q_used - step.m * kTileM;
+      const int row_lo = FirstQuery(p, tile, 0) - step.m * kTileM, row_hi = tile.q_used - step.m * kTileM;
       const int64_t row = static_cast<int64_t>(tile.q_begin) + step.m * kTileM, head_row = row * num_heads + step.head;
       CopyTile<kHeadDim, kThreads, kTileM>(smem_q + stage * kBytesQ, static_cast<const T*>(p.q) + head_row * head_dim,
-                                           num_heads * p.head_dim, 0, rows, head_dim);
+                                           num_heads * p.head_dim, row_lo, row_hi, head_dim);
       CopyTile<kHeadDim, kThreads, kTileM>(smem_dout + stage * kBytesQ,
                                            static_cast<const T*>(params.dout) + head_row * head_dim_v, num_heads * p.head_dim_v,
-                                           0, rows, head_dim_v);
+                                           row_lo, row_hi, head_dim_v);
       const int i = threadIdx.x % kTileM;
       const bool is_lse = threadIdx.x < kTileM;
       if (threadIdx.x < 2 * kTileM)
         ptx::CopyAsync4((is_lse ? smem_lse : smem_delta) + (stage * kTileM + i) * 4,
-                        (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, i < rows);
+                        (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, row_lo <= i && i < row_hi);
     };
 
     // Additions to a tile of dq in the order of the tiles of keys, each half of the warps by itself. The list has the tiles of
