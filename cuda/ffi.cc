@@ -26,11 +26,6 @@ ffi::Error Check(const FwdParams& params, int64_t total, int64_t workspace_words
 
 ffi::Error Launched(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  if (error == cudaErrorNotSupported)
-    return ffi::Error(
-        ffi::ErrorCode::kUnimplemented,
-        "This version has no gradients for head_dim above 128 on devices with less than 218 KB of shared memory a "
-        "CTA. jax_varlen.reference.varlen_attention computes them, for small inputs.");
   return ffi::Error::Internal(std::string("The CUDA kernel could not be launched: ") + cudaGetErrorString(error) + ".");
 }
 
