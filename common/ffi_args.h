@@ -19,8 +19,8 @@ namespace ffi = xla::ffi;
 using Offsets = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, sinks;
-// out, lse; window_left, window_right, softcap. The platform appends what it needs of its own.
+// Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes,
+// sinks, k_scale, v_scale; out, lse; window_left, window_right, softcap. The platform appends what it needs of its own.
 inline auto BindFwdArgs() {
   return ffi::Ffi::Bind()
       .Arg<ffi::AnyBuffer>()
@@ -30,6 +30,9 @@ inline auto BindFwdArgs() {
       .Arg<Offsets>()
       .Arg<Offsets>()
       .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Floats>()
+      .Arg<Floats>()
       .Arg<Floats>()
       .Arg<Floats>()
       .Arg<Floats>()
@@ -94,42 +97,96 @@ const T* DataOrNull(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : reinterpret_cast<const T*>(buffer.untyped_data());
 }
 
-// All but the results, and lse. `sinks` may be null: the backward pass needs none.
+// What the forward pass alone takes.
+struct FwdOnly {
+  Offsets block_table;
+  Floats sinks, k_scale, v_scale;
+};
+
+namespace internal {
+
+inline bool ReadDType(ffi::DataType type, DType* dtype) {
+  switch (type) {
+    case ffi::F32:
+      *dtype = DType::kF32;
+      return true;
+    case ffi::BF16:
+      *dtype = DType::kBF16;
+      return true;
+    case ffi::F16:
+      *dtype = DType::kF16;
+      return true;
+    default:
+      return false;
+  }
+}
+
+// k and v: packed, or a pool of blocks with its table.
+inline ffi::Error ReadKv(ffi::AnyBuffer k, ffi::AnyBuffer v, int64_t head_dim, int64_t batch, const Offsets* block_table,
+                         FwdParams* params) {
+  const Dims dk = k.dimensions(), dv = v.dimensions();
+  const bool paged = dk.size() == 4;
+  const char* names[2] = {paged ? "(num_blocks, block_size, num_kv_heads, head_dim)" : "(total_k, num_kv_heads, head_dim)",
+                          paged ? "(num_blocks, block_size, num_kv_heads, head_dim_v)" : "(total_k, num_kv_heads, head_dim_v)"};
+  const size_t rank = paged ? 4 : 3;
+  if (dk.size() != rank || dk[rank - 1] != head_dim) return BadShape("k", dk, names[0]);
+  if (dv.size() != rank) return BadShape("v", dv, names[1]);
+  for (size_t i = 0; i + 1 < rank; ++i)
+    if (dv[i] != dk[i]) return BadShape("v", dv, names[1]);
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->num_kv_heads = dk[rank - 2];
+  params->head_dim_v = dv[rank - 1];
+  params->total_k = paged ? dk[0] * dk[1] : dk[0];
+  params->block_table = nullptr;
+  params->num_blocks = params->block_size = params->max_blocks = 0;
+  if (!paged) return ffi::Error::Success();
+  if (dk[1] < 1) return BadShape("k", dk, names[0]);
+  if (!block_table) return ffi::Error::InvalidArgument("k and v of the backward pass have rank 3.");
+  const Dims table = block_table->dimensions();
+  if (table.size() != 2 || table[0] != batch) return BadShape("block_table", table, "(batch, max_blocks)");
+  params->block_table = block_table->typed_data();
+  params->num_blocks = dk[0];
+  params->block_size = dk[1];
+  params->max_blocks = table[1];
+  return ffi::Error::Success();
+}
+
+}  // namespace internal
+
+// All but the results, and lse. `fwd_only` is null in the backward pass.
 inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
-                             const Floats* sinks, int64_t window_left, int64_t window_right, float softcap, FwdParams* params) {
+                             const FwdOnly* fwd_only, int64_t window_left, int64_t window_right, float softcap,
+                             FwdParams* params) {
   using internal::BadShape;
   using internal::Dims;
   using internal::Equal;
 
-  switch (q.element_type()) {
-    case ffi::F32:
-      params->dtype = DType::kF32;
-      break;
-    case ffi::BF16:
-      params->dtype = DType::kBF16;
-      break;
-    case ffi::F16:
-      params->dtype = DType::kF16;
-      break;
-    default:
-      return ffi::Error::InvalidArgument("q must be float32, bfloat16 or float16.");
+  if (!internal::ReadDType(q.element_type(), &params->dtype))
+    return ffi::Error::InvalidArgument("q must be float32, bfloat16 or float16.");
+  if (k.element_type() != v.element_type()) return ffi::Error::InvalidArgument("k and v must have one dtype.");
+  const bool paged = k.dimensions().size() == 4;
+  if (paged && k.element_type() == ffi::F8E4M3FN) {
+    params->kv_dtype = DType::kE4M3;
+  } else if (k.element_type() == q.element_type()) {
+    params->kv_dtype = params->dtype;
+  } else {
+    return ffi::Error::InvalidArgument("k and v must have the dtype of q, or be pools of float8_e4m3fn.");
   }
-  if (k.element_type() != q.element_type() || v.element_type() != q.element_type())
-    return ffi::Error::InvalidArgument("q, k and v must have one dtype.");
 
-  const Dims dq = q.dimensions(), dk = k.dimensions(), dv = v.dimensions(), dcu = cu_seqlens_q.dimensions();
+  const Dims dq = q.dimensions(), dcu = cu_seqlens_q.dimensions();
   if (dq.size() != 3) return BadShape("q", dq, "(total_q, num_heads, head_dim)");
-  if (dk.size() != 3 || dk[2] != dq[2]) return BadShape("k", dk, "(total_k, num_kv_heads, head_dim)");
-  if (dv.size() != 3 || dv[0] != dk[0] || dv[1] != dk[1]) return BadShape("v", dv, "(total_k, num_kv_heads, head_dim_v)");
   const int64_t total_q = dq[0], num_heads = dq[1], head_dim = dq[2];
-  const int64_t total_k = dk[0], num_kv_heads = dk[1], head_dim_v = dv[2];
-  if (num_heads < 1 || num_kv_heads < 1 || num_heads % num_kv_heads != 0)
-    return ffi::Error::InvalidArgument("num_heads must be a positive multiple of num_kv_heads.");
-  if (head_dim < 1 || head_dim_v < 1) return ffi::Error::InvalidArgument("head_dim and head_dim_v must be positive.");
   if (dcu.size() != 1 || dcu[0] < 1) return BadShape("cu_seqlens_q", dcu, "(batch + 1,)");
   const int64_t batch = dcu[0] - 1;
-  if (!Equal(cu_seqlens_k.dimensions(), {batch + 1}))
+  ffi::Error error = internal::ReadKv(k, v, head_dim, batch, fwd_only ? &fwd_only->block_table : nullptr, params);
+  if (error.failure()) return error;
+  if (num_heads < 1 || params->num_kv_heads < 1 || num_heads % params->num_kv_heads != 0)
+    return ffi::Error::InvalidArgument("num_heads must be a positive multiple of num_kv_heads.");
+  if (head_dim < 1 || params->head_dim_v < 1) return ffi::Error::InvalidArgument("head_dim and head_dim_v must be positive.");
+  const bool lengths_alone = paged && cu_seqlens_k.element_count() == 0 && Equal(seqused_k.dimensions(), {batch});
+  if (!lengths_alone && !Equal(cu_seqlens_k.dimensions(), {batch + 1}))
     return BadShape("cu_seqlens_k", cu_seqlens_k.dimensions(), "(batch + 1,)");
   if (seqused_q.element_count() != 0 && !Equal(seqused_q.dimensions(), {batch}))
     return BadShape("seqused_q", seqused_q.dimensions(), "(batch,)");
@@ -139,28 +196,33 @@ inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer 
   const bool alibi_per_sequence = Equal(alibi_slopes.dimensions(), {batch, num_heads});
   if (alibi_slopes.element_count() != 0 && !alibi_per_sequence && !Equal(alibi_slopes.dimensions(), {num_heads}))
     return BadShape("alibi_slopes", alibi_slopes.dimensions(), "(num_heads,) or (batch, num_heads)");
-  if (sinks && sinks->element_count() != 0 && !Equal(sinks->dimensions(), {num_heads}))
-    return BadShape("sinks", sinks->dimensions(), "(num_heads,)");
+  params->sinks = params->k_scale = params->v_scale = nullptr;
+  if (fwd_only) {
+    const int64_t num_kv_heads = params->num_kv_heads;
+    const auto read = [&](const char* name, const Floats& x, int64_t n, const float** data) {
+      *data = DataOrNull<float>(x);
+      return *data == nullptr || Equal(x.dimensions(), {n}) ? ffi::Error::Success()
+                                                            : BadShape(name, x.dimensions(), "(" + std::to_string(n) + ",)");
+    };
+    if (error = read("sinks", fwd_only->sinks, num_heads, &params->sinks); error.failure()) return error;
+    if (error = read("k_scale", fwd_only->k_scale, num_kv_heads, &params->k_scale); error.failure()) return error;
+    if (error = read("v_scale", fwd_only->v_scale, num_kv_heads, &params->v_scale); error.failure()) return error;
+  }
 
   params->q = q.untyped_data();
-  params->k = k.untyped_data();
-  params->v = v.untyped_data();
   params->cu_seqlens_q = cu_seqlens_q.typed_data();
-  params->cu_seqlens_k = cu_seqlens_k.typed_data();
+  params->cu_seqlens_k = lengths_alone ? nullptr : cu_seqlens_k.typed_data();
   params->seqused_q = DataOrNull<int32_t>(seqused_q);
-  params->seqused_k = DataOrNull<int32_t>(seqused_k);
+  // Of no sequence the lengths are an array of no elements; that they are given still counts.
+  params->seqused_k = lengths_alone ? seqused_k.typed_data() : DataOrNull<int32_t>(seqused_k);
   params->softmax_scale = softmax_scale.typed_data();
   params->alibi_slopes = DataOrNull<float>(alibi_slopes);
-  params->sinks = sinks ? DataOrNull<float>(*sinks) : nullptr;
   params->out = nullptr;
   params->lse = nullptr;
   params->total_q = total_q;
-  params->total_k = total_k;
   params->batch = batch;
   params->num_heads = num_heads;
-  params->num_kv_heads = num_kv_heads;
   params->head_dim = head_dim;
-  params->head_dim_v = head_dim_v;
   params->alibi_batch_stride = alibi_per_sequence ? num_heads : 0;
   params->window_left = window_left;
   params->window_right = window_right;
@@ -169,11 +231,11 @@ inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer 
 }
 
 inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
-                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes, Floats sinks,
-                              ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse, int64_t window_left,
-                              int64_t window_right, float softcap, FwdParams* params) {
-  ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, &sinks,
-                                window_left, window_right, softcap, params);
+                              Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
+                              const FwdOnly& fwd_only, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
+                              int64_t window_left, int64_t window_right, float softcap, FwdParams* params) {
+  ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
+                                &fwd_only, window_left, window_right, softcap, params);
   if (error.failure()) return error;
   if (out->element_type() != q.element_type()) return ffi::Error::InvalidArgument("out must have the dtype of q.");
   if (!internal::Equal(out->dimensions(), {params->total_q, params->num_heads, params->head_dim_v}))

@@ -29,8 +29,12 @@ OPERANDS = (
     "softmax_scale",
     "alibi_slopes",
     "sinks",
+    "k_scale",
+    "v_scale",
 )
-BWD_OPERANDS = (*(name for name in OPERANDS if name not in ("block_table", "sinks")), "dout", "lse", "delta")
+FWD_ONLY = ("block_table", "sinks", "k_scale", "v_scale")
+BWD_OPERANDS = (*(name for name in OPERANDS if name not in FWD_ONLY), "dout", "lse", "delta")
+_INTEGERS = ("cu_seqlens_k", "seqused_q", "seqused_k", "block_table")  # of the operands that may be absent
 FWD_TARGET = "jax_varlen_fwd_v1"
 BWD_TARGET = "jax_varlen_bwd_v1"
 
@@ -109,7 +113,7 @@ bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=("names", "window_left", "win
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
     """The operands with every default of the call made explicit; what stays absent is None."""
     ops = dict.fromkeys(OPERANDS) | ops
-    if ops["cu_seqlens_k"] is None:
+    if ops["cu_seqlens_k"] is None and ops["block_table"] is None:
         ops["cu_seqlens_k"] = ops["cu_seqlens_q"]
     if ops["softmax_scale"] is None:
         ops["softmax_scale"] = jnp.float32(ops["q"].shape[-1] ** -0.5)
@@ -125,12 +129,12 @@ def _lower(path: Callable) -> Callable:
 
 
 def _blocked_fwd(ops, **options):
-    return blocked.fwd(**_without(ops, "block_table"), **options)
+    return blocked.fwd(**_without(ops, "block_table", "k_scale", "v_scale"), **options)
 
 
 def _blocked_bwd(ops, *, deterministic, **options):
     del deterministic  # It always is.
-    return blocked.bwd(**_without(ops, "block_table", "sinks"), **options)
+    return blocked.bwd(**_without(ops, *FWD_ONLY), **options)
 
 
 def _without(ops, *names):
@@ -197,7 +201,7 @@ def _struct(x) -> jax.ShapeDtypeStruct:
 
 
 def _fwd_operands(ops):
-    return [_present(name, ops[name]) for name in OPERANDS if name != "block_table"]
+    return [_present(name, ops[name]) for name in OPERANDS]
 
 
 def _bwd_operands(ops):
@@ -208,7 +212,7 @@ def _present(name: str, x):
     """An absent operand of the FFI call is an array of no elements."""
     if x is not None:
         return x
-    return jnp.zeros((0,), np.int32 if name.startswith("seqused") else np.float32)
+    return jnp.zeros((0,), np.int32 if name in _INTEGERS else np.float32)
 
 
 def _ffi_call(target: str, results, operands, options, **kwargs):
