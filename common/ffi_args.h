@@ -222,6 +222,7 @@ inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer 
   params->total_q = total_q;
   params->batch = batch;
   params->num_heads = num_heads;
+  params->group_size = static_cast<int32_t>(num_heads / params->num_kv_heads);
   params->head_dim = head_dim;
   params->alibi_batch_stride = alibi_per_sequence ? num_heads : 0;
   params->window_left = window_left;

@@ -41,6 +41,7 @@ struct FwdParams {
   int64_t batch;
   int64_t num_heads;
   int64_t num_kv_heads;
+  int32_t group_size;  // query heads of a kv head: num_heads / num_kv_heads
   int64_t head_dim;
   int64_t head_dim_v;
   int64_t alibi_batch_stride;  // num_heads when alibi_slopes is (batch, num_heads), else 0

@@ -11,7 +11,6 @@
 //   dS warps   dQ(i - 1)   dP(i)         dS(i)   dK(i)
 #pragma once
 
-
 #include "bwd_sm80.h"
 #include "params.h"
 #include "schedule.h"
@@ -351,7 +350,7 @@ cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& workspace, 
   const Order order = turns.counts ? Order::kPacked : Order::kLongestFirst;
   // The workspace has room for the smallest tiles of all kernels; with these there are fewer.
   const int64_t tiles = MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN);
-  const WorkList list = {workspace.count, workspace.tiles, tiles};
+  const WorkList list = {workspace.count, workspace.taken, workspace.tiles, tiles};
   if (cudaError_t error = LaunchSchedule(params.fwd, TilesOf::kKeys, Config::kTileN, Config::kTileM, order, list, stream))
     return error;
   const auto kernel = bwd_sm80_kernel<T, Config>;

@@ -13,14 +13,16 @@ namespace {
 
 namespace nb = nanobind;
 
-ffi::Error Check(const FwdParams& params, int64_t total, int64_t workspace_words) {
+ffi::Error Check(const FwdParams& params, int64_t workspace_words, int64_t least_words) {
   if (params.dtype == DType::kF32) return ffi::Error::InvalidArgument("The CUDA kernels take bfloat16 and float16.");
+  const int64_t multiple = params.kv_dtype == DType::kE4M3 ? 16 : 8;
   for (int64_t head_dim : {params.head_dim, params.head_dim_v})
-    if (head_dim % 8 != 0 || head_dim > kMaxHeadDim)
-      return ffi::Error::InvalidArgument("head_dim must be a multiple of 8 up to 256, got " + std::to_string(head_dim) + ".");
+    if (head_dim % multiple != 0 || head_dim > kMaxHeadDim)
+      return ffi::Error::InvalidArgument("head_dim must be a multiple of " + std::to_string(multiple) + " up to 256, got " +
+                                         std::to_string(head_dim) + ".");
   if (params.total_q > INT_MAX || params.total_k > INT_MAX)
     return ffi::Error::InvalidArgument("total_q and total_k must fit in int32, as offsets do.");
-  if (workspace_words < WorkspaceWords(total, params.batch)) return ffi::Error::InvalidArgument("The workspace is too small.");
+  if (workspace_words < least_words) return ffi::Error::InvalidArgument("The workspace is too small.");
   return ffi::Error::Success();
 }
 
@@ -38,7 +40,7 @@ ffi::Error FwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
   ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
                                  {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap, &params);
   if (error.failure()) return error;
-  error = Check(params, params.total_q, workspace->element_count());
+  error = Check(params, workspace->element_count(), FwdWorkspaceWords(params));
   if (error.failure()) return error;
   if (params.total_q == 0) return ffi::Error::Success();
   return Launched(Fwd(params, workspace->typed_data(), stream));
@@ -55,7 +57,7 @@ ffi::Error BwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
                                  lse, delta, dq, dk, dv, window_left, window_right, softcap, ffi::F32, &params);
   if (error.failure()) return error;
   const FwdParams& fwd = params.fwd;
-  error = Check(fwd, fwd.total_k, workspace->element_count());
+  error = Check(fwd, workspace->element_count(), WorkspaceWords(fwd.total_k, fwd.batch));
   if (error.failure()) return error;
   if (dq->untyped_data() != dq_zeros.untyped_data() ||
       (turns->element_count() != 0 && turns->untyped_data() != turns_zeros.untyped_data()))

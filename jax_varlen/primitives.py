@@ -80,11 +80,6 @@ def _cast_varying(x, axes: frozenset):
 def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
-    if "block_table" in ops:
-        raise NotImplementedError(
-            "block_table (a paged KV cache) has no kernel in this version. jax_varlen.reference.varlen_attention computes it, "
-            "or gather the blocks of each sequence into packed k and v."
-        )
     q, v = ops["q"], ops["v"]
     return [_like(q, (*q.shape[:2], v.shape[-1]), q.dtype), _like(q, (q.shape[1], q.shape[0]), np.float32)]
 
@@ -159,7 +154,12 @@ def _cuda_fwd(ops, **options):
     head_dim_v = ops["v"].shape[-1]
     ops = _pad_head_dims(ops, "q", "k", "v")
     q, v = ops["q"], ops["v"]
-    results = [*_out_and_lse(q, v), kernels.cuda_workspace(q.shape[0], ops["cu_seqlens_q"].shape[0])]
+    batch_and_1 = ops["cu_seqlens_q"].shape[0]
+    if ops["block_table"] is None:
+        workspace = kernels.cuda_workspace(q.shape[0], batch_and_1)
+    else:
+        workspace = kernels.cuda_paged_workspace(q.shape, v.shape, batch_and_1)
+    results = [*_out_and_lse(q, v), workspace]
     out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options)
     return out[..., :head_dim_v], lse
 
@@ -188,8 +188,13 @@ def _head_dim(ops) -> int:
 
 
 def _pad_head_dims(ops, *names):
-    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of 8. Zeros change no logit and no other column."""
-    return ops | {name: jnp.pad(ops[name], ((0, 0), (0, 0), (0, -ops[name].shape[-1] % 8))) for name in names}
+    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of that. Zeros change no logit and no other column."""
+    multiple = 16 // ops["k"].dtype.itemsize
+    return ops | {name: _pad_last(ops[name], -ops[name].shape[-1] % multiple) for name in names}
+
+
+def _pad_last(x, columns: int):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
 
 
 def _out_and_lse(q, v):
