@@ -64,7 +64,7 @@ ffi::Error Run(const Params& params, const FwdParams& fwd, const KernelFor& kern
   if (const std::string error = CheckOffsets(fwd); !error.empty()) return ffi::Error::InvalidArgument(error);
   const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
   try {
-    return RunPlan(std::make_shared<Plan>(params, kernel_for(choice.isa, fwd.dtype), num_threads), num_threads, pool);
+    return RunPlan(std::make_shared<Plan>(params, kernel_for(choice.isa, fwd), num_threads), num_threads, pool);
   } catch (const std::bad_alloc&) {
     return NoMemory("list of tiles");
   }

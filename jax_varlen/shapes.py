@@ -18,6 +18,7 @@ import numpy as np
 
 MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16", "float16")
+POOL_DTYPE = "float8_e4m3fn"  # of k and v, beside that of q
 UNBOUNDED = -1
 _INT32_MAX = 2**31 - 1
 
@@ -27,14 +28,18 @@ def check_operands(ops: Mapping[str, Any]) -> None:
 
     `ops` maps names of `varlen_attention`'s array arguments to anything with `shape` and `dtype`; absent ones are left out.
     """
-    _check_qkv(ops["q"], ops["k"], ops["v"], paged="block_table" in ops)
-    _check_dtypes(ops["q"], ops["k"], ops["v"])
+    paged = "block_table" in ops
+    _check_qkv(ops["q"], ops["k"], ops["v"], paged=paged)
+    _check_dtypes(ops["q"], ops["k"], ops["v"], paged=paged)
     batch = _check_offsets(ops)
     for name in ("seqused_q", "seqused_k"):
         if name in ops:
             _check_seqused(name, ops[name], batch)
-    if "block_table" in ops:
+    if paged:
         _check_paged(ops, batch)
+    for name in ("k_scale", "v_scale"):
+        if name in ops:
+            _check_kv_scale(name, ops[name], ops["k"], paged=paged)
     num_heads = ops["q"].shape[1]
     if "alibi_slopes" in ops:
         _check_alibi_slopes(ops["alibi_slopes"], batch, num_heads)
@@ -114,11 +119,18 @@ def _check_heads(q, k) -> None:
         )
 
 
-def _check_dtypes(q, k, v) -> None:
-    if not q.dtype == k.dtype == v.dtype:
+def _check_dtypes(q, k, v, *, paged: bool) -> None:
+    if k.dtype == v.dtype == POOL_DTYPE:
+        if not paged:
+            raise TypeError(
+                f"k and v may be {POOL_DTYPE} only as pools of blocks, with block_table, got k {k.shape} without one. Cast "
+                "them to the dtype of q and multiply them by their scales."
+            )
+    elif not q.dtype == k.dtype == v.dtype:
+        pools = f" Pools of blocks may both be {POOL_DTYPE}." if paged else ""
         raise TypeError(
             f"q, k and v must have one dtype, got q {q.dtype}, k {k.dtype} and v {v.dtype}. Cast them to the same, for example "
-            "with .astype(q.dtype)."
+            f"with .astype(q.dtype).{pools}"
         )
     if q.dtype not in DTYPES:
         raise TypeError(f"q, k and v must be {', '.join(DTYPES)}, got {q.dtype}. Cast them, for example to bfloat16.")
@@ -168,10 +180,27 @@ def _check_paged(ops, batch: int) -> None:
             f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as cu_seqlens_q has batch + 1 "
             f"entries, got {block_table.shape}."
         )
+    if ops["k"].shape[1] == 0:
+        raise ValueError(f"block_size must be at least 1, got 0 in k {ops['k'].shape} (num_blocks, block_size, ...).")
     if "seqused_k" not in ops and "cu_seqlens_k" not in ops:
         raise ValueError(
             "With block_table the lengths of the keys must be given: seqused_k (batch,), or cu_seqlens_k (batch + 1,) whose "
             "differences are the lengths. Got neither."
+        )
+
+
+def _check_kv_scale(name: str, scale, k, *, paged: bool) -> None:
+    if not paged or k.dtype != POOL_DTYPE:
+        raise ValueError(
+            f"{name} may be given only with block_table and pools of {POOL_DTYPE}, got k {k.dtype} {k.shape}"
+            f"{'' if paged else ' without block_table'}. Leave it out: "
+            + ("put it into softmax_scale." if name == "k_scale" else "multiply out by it.")
+        )
+    num_kv_heads = k.shape[-2]
+    if scale.shape != (num_kv_heads,):
+        raise ValueError(
+            f"{name} must be a scalar or have shape (num_kv_heads,) = ({num_kv_heads},), one scale per kv head, got "
+            f"{scale.shape}."
         )
 
 
@@ -194,16 +223,31 @@ def check_bwd_operands(ops: Mapping[str, Any]) -> None:
 
 def as_int32(name: str, x) -> jax.Array | np.ndarray:
     """`x` as int32; a TypeError for anything but integers, since an offset that was rounded is a wrong offset."""
+    array = _integers(name, x)
+    if isinstance(array, np.ndarray) and array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
+        raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
+    return _clipped_to_int32(array)
+
+
+def as_block_table(x) -> jax.Array | np.ndarray:
+    """`x` as int32. Entries that hold no key may be anything, also beyond int32."""
+    return _clipped_to_int32(_integers("block_table", x))
+
+
+def _integers(name: str, x) -> jax.Array | np.ndarray:
     array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, None if np.size(x) else np.int32)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(
             f"{name} must hold integers, got {array.dtype} {array.shape}. Cast it where it is made: {name}.astype(jnp.int32)."
         )
-    if isinstance(array, np.ndarray):
-        if array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
-            raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
-    elif np.iinfo(array.dtype).max > _INT32_MAX:
-        array = array.clip(max=_INT32_MAX)  # a value beyond int32 stays too large and does not wrap into the array
+    return array
+
+
+def _clipped_to_int32(array) -> jax.Array | np.ndarray:
+    """A value beyond int32 stays too large, or too small, and does not wrap into the array."""
+    info = np.iinfo(array.dtype)
+    if info.max > _INT32_MAX:
+        array = array.clip(max(info.min, -_INT32_MAX), _INT32_MAX)
     return array.astype(np.int32)
 
 
@@ -213,6 +257,12 @@ def as_float32(name: str, x) -> jax.Array | np.ndarray:
     if not (jax.numpy.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name} must hold real numbers, got {array.dtype} {array.shape}.")
     return array.astype(np.float32)
+
+
+def as_kv_scale(name: str, x, k) -> jax.Array | np.ndarray:
+    """`x` as float32; a scalar is that of every kv head."""
+    scale = as_float32(name, x)
+    return scale if scale.shape else jax.numpy.broadcast_to(scale, k.shape[-2:-1])
 
 
 def as_slopes(x) -> jax.Array | np.ndarray:
@@ -281,7 +331,7 @@ def scale_value(softmax_scale) -> jax.Array | np.ndarray:
 
 
 def check_values(ops: Mapping[str, Any]) -> None:
-    """Raises ValueError where an offset or a length that is a NumPy array has a wrong value.
+    """Raises ValueError where an offset, a length or a block id that is a NumPy array has a wrong value.
 
     Arrays on a device are left alone: to read them would wait for the device. On CPU the kernel checks them.
     """
@@ -293,13 +343,20 @@ def check_values(ops: Mapping[str, Any]) -> None:
         if not isinstance(cu_seqlens, np.ndarray) or cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
             continue
         _check_offset_values(f"cu_seqlens_{side}", cu_seqlens, None if paged and side == "k" else ops[side])
-        _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), np.diff(cu_seqlens))
+        _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), _differences(cu_seqlens))
+    if paged:
+        _check_block_values(ops)
+
+
+def _differences(cu_seqlens: np.ndarray) -> np.ndarray:
+    return np.diff(cu_seqlens.astype(np.int64))
 
 
 def _check_offset_values(name: str, cu_seqlens: np.ndarray, tokens) -> None:
-    if cu_seqlens[0] < 0:
+    """`tokens` is the array that the offsets count in; None where their differences alone matter."""
+    if tokens is not None and cu_seqlens[0] < 0:
         raise ValueError(f"{name} must not be negative: {name}[0] is {cu_seqlens[0]}.")
-    falls = np.flatnonzero(np.diff(cu_seqlens.astype(np.int64)) < 0)
+    falls = np.flatnonzero(_differences(cu_seqlens) < 0)
     if falls.size:
         b = falls[0] + 1
         raise ValueError(
@@ -322,4 +379,42 @@ def _check_seqused_values(name: str, seqused, lengths: np.ndarray) -> None:
         raise ValueError(
             f"{name} must be between 0 and the length of its sequence: {name}[{b}] is {seqused[b]}, and sequence {b} has "
             f"{lengths[b]} tokens."
+        )
+
+
+def _check_block_values(ops) -> None:
+    """Lengths that the table cannot hold, and ids that are not of the pool."""
+    name = "seqused_k" if "seqused_k" in ops else "cu_seqlens_k"
+    lengths, table = ops.get(name), ops["block_table"]
+    sizes = (*ops["k"].shape[:2], *table.shape)
+    right_shapes = len(ops["k"].shape) == 4 and len(table.shape) == 2 and all(isinstance(n, int) for n in sizes)
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or not right_shapes or 0 in ops["k"].shape[1:2]:
+        return
+    num_blocks, block_size, batch, max_blocks = sizes
+    if name == "cu_seqlens_k":
+        lengths = _differences(lengths)
+    if lengths.shape != (batch,):
+        return
+    capacity = max_blocks * block_size
+    wrong = np.flatnonzero((lengths < 0) | (lengths > capacity))
+    if wrong.size:
+        b = wrong[0]
+        which = f"seqused_k[{b}]" if name == "seqused_k" else f"cu_seqlens_k[{b + 1}] - cu_seqlens_k[{b}]"
+        raise ValueError(
+            f"With block_table {table.shape} a sequence has 0 to max_blocks * block_size = {capacity} keys: {which} is "
+            f"{lengths[b]}. For longer ones give the table more columns."
+        )
+    if isinstance(table, np.ndarray):
+        _check_block_ids(table, lengths, num_blocks, block_size)
+
+
+def _check_block_ids(table: np.ndarray, lengths: np.ndarray, num_blocks: int, block_size: int) -> None:
+    blocks = -(-lengths // block_size)
+    holds_keys = np.arange(table.shape[1]) < blocks[:, None]
+    wrong = np.argwhere(holds_keys & ((table < 0) | (table >= num_blocks)))
+    if wrong.size:
+        b, i = wrong[0]
+        raise ValueError(
+            f"block_table must hold ids of the {num_blocks} blocks of k and v: block_table[{b}, {i}] is {table[b, i]}, and "
+            f"sequence {b} has {lengths[b]} keys in {blocks[b]} blocks of {block_size}. Entries behind those may be anything."
         )
