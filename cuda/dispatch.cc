@@ -39,9 +39,9 @@ int64_t DecodeListWords(const FwdParams& params) {
 template <DType dtype>
 cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& device, cudaStream_t stream) {
   const int64_t list_words = WorkspaceWords(params.total_q, params.batch);
-  FwdWorkspace lists = {WorkListIn(workspace, list_words), {}, 0};
+  FwdWorkspace lists = {WorkListIn(workspace), {}, 0};
   if (params.block_size == 0) return FwdSm80<dtype, false>(params, lists, device, stream);
-  lists.decode = DecodeListIn(workspace + list_words, MaxDecodeTiles(params));
+  lists.decode = DecodeListIn(workspace + list_words);
   lists.most_shares = std::min(kMaxShares, kDecodeCtas * device.multiprocessors);
   Partials partials;
   partials.shares = lists.most_shares;
@@ -79,7 +79,7 @@ cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream
 cudaError_t Bwd(const BwdParams& params, int32_t* workspace, const Turns& turns, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = ThisDevice(&device)) return error;
-  const WorkList list = WorkListIn(workspace, WorkspaceWords(params.fwd.total_k, params.fwd.batch));
+  const WorkList list = WorkListIn(workspace);
   return params.fwd.dtype == DType::kBF16 ? BwdSm80<DType::kBF16>(params, list, turns, device.smem_bytes, stream)
                                           : BwdSm80<DType::kF16>(params, list, turns, device.smem_bytes, stream);
 }

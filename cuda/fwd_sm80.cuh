@@ -263,7 +263,7 @@ cudaError_t LaunchFwdSm80As(const FwdParams& params, const FwdWorkspace& workspa
                                 workspace.decode, stream);
     if (error || IsAllDecode(params)) return error;
   } else {
-    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, Order::kLongestFirst, list, stream);
+    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
   }
   if (error) return error;
   const auto kernel = fwd_sm80_kernel<T, Config, kPaged>;

@@ -214,8 +214,8 @@ __device__ __forceinline__ int LoadAcquire(const int* gmem) {
   return x;
 }
 
-__device__ __forceinline__ void StoreRelease(int* gmem, int x) {
-  asm volatile("st.release.gpu.global.b32 [%0], %1;\n" ::"l"(gmem), "r"(x) : "memory");
+__device__ __forceinline__ void AddRelease(int* gmem, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(gmem), "r"(x) : "memory");
 }
 
 // A barrier of `threads` threads; those that only arrive do not wait.

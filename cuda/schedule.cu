@@ -1,8 +1,9 @@
 // One CTA counts the tiles by cost and then writes them in descending order of cost: a counting sort.
 //
 // The hardware starts CTAs in the order of the list, so the longest tiles start first and short ones fill the gaps (LPT).
-// Ties fall in any order; a tile's result does not depend on it. Where the order matters to the result, Order::kPacked gives
-// every tile a place that follows from the offsets alone.
+// Tiles of one sequence that cost the same are listed in the order of their rows; other ties fall in any order. Later keys
+// never cost more than earlier ones, so that tiles of keys of one sequence start in their order: the backward kernel waits for
+// those before it.
 #include "schedule.h"
 #include "sequence.cuh"
 
@@ -52,8 +53,16 @@ __device__ __forceinline__ Rows LoadKeys(const FwdParams& p, int b) {
 struct Request {
   TilesOf side;
   int rows, other_rows;
-  Order order;
 };
+
+// Sequences after offsets that fall could share rows: then there is none, and every row is nobody's.
+__device__ __forceinline__ int64_t SequencesOf(const FwdParams& p) {
+  bool falls = false;
+#pragma unroll 8
+  for (int64_t b = threadIdx.x; b < p.batch; b += kThreads)
+    falls |= p.cu_seqlens_q[b] > p.cu_seqlens_q[b + 1] || (p.cu_seqlens_k && p.cu_seqlens_k[b] > p.cu_seqlens_k[b + 1]);
+  return __syncthreads_or(falls) ? 0 : p.batch;
+}
 
 __device__ __forceinline__ Tile SequenceTile(const FwdParams& p, int b) {
   const Rows q = LoadRows(p.cu_seqlens_q, p.seqused_q, b, p.total_q);
@@ -70,9 +79,9 @@ __device__ __forceinline__ bool IsDecode(const FwdParams& p, const Tile& sequenc
   return seen.lo < seen.hi;
 }
 
-// The first tile of sequence b.
-__device__ __forceinline__ Tile FirstTile(const FwdParams& p, TilesOf side, int b) {
-  if (b < p.batch) {
+// The first tile of sequence b of `batch`.
+__device__ __forceinline__ Tile FirstTile(const FwdParams& p, int64_t batch, TilesOf side, int b) {
+  if (b < batch) {
     Tile tile = SequenceTile(p, b);
     if (side == TilesOf::kQueries && IsDecode(p, tile)) {  // what remains are the rows that do not count
       tile.q_begin += tile.q_used;
@@ -84,24 +93,21 @@ __device__ __forceinline__ Tile FirstTile(const FwdParams& p, TilesOf side, int 
   const bool queries = side == TilesOf::kQueries;
   const int32_t* cu_seqlens = queries ? p.cu_seqlens_q : p.cu_seqlens_k;
   const int total = static_cast<int>(queries ? p.total_q : p.total_k);
-  const int first = Clamp(cu_seqlens[0], 0, total), last = Clamp(cu_seqlens[p.batch], 0, total);
-  const int begin = b == p.batch ? 0 : last, owned = b == p.batch ? first : total - last;
+  const int first = Clamp(cu_seqlens[0], 0, total), last = Clamp(cu_seqlens[batch], 0, total);
+  const int begin = b == batch ? 0 : last, owned = b == batch ? first : total - last;
   return queries ? Tile{b, 0, begin, owned, 0, 0, 0, 0} : Tile{b, 0, 0, 0, 0, begin, owned, 0};
 }
 
+// The number of tiles of the other side that a tile meets, for keys as if a window had no left bound: those that the bound
+// shortens meet about equally many, and without it later keys of a sequence never cost more than earlier ones.
 __device__ __forceinline__ int CostOf(const FwdParams& p, const Request& request, const Tile& tile) {
-  const KeyRange met =
-      request.side == TilesOf::kQueries ? VisibleToAny(p, tile, request.rows) : QueriesOfAny(p, tile, tile.row, request.rows);
+  KeyRange met = {0, 0};
+  if (request.side == TilesOf::kQueries)
+    met = VisibleToAny(p, tile, request.rows);
+  else if (tile.row < tile.k_used)
+    met = {FirstQuery(p, tile, tile.row), tile.q_used};
   const int n = request.other_rows;
   return met.lo < met.hi ? (met.hi + n - 1) / n - met.lo / n : 0;
-}
-
-// The place of a tile in Order::kPacked: tiles of sequence b start at its first row's tile + b + 1, and no place is taken
-// twice.
-__device__ __forceinline__ int64_t PackedPlace(const FwdParams& p, const Request& request, const Tile& tile) {
-  const int begin = request.side == TilesOf::kQueries ? tile.q_begin : tile.k_begin;
-  const int64_t before = tile.sequence == p.batch ? 0 : tile.sequence < p.batch ? tile.sequence + 1 : p.batch + 1;
-  return begin / request.rows + before + tile.row / request.rows;
 }
 
 __device__ __forceinline__ int InclusiveSumOverLanes(int x) {
@@ -113,14 +119,24 @@ __device__ __forceinline__ int InclusiveSumOverLanes(int x) {
   return x;
 }
 
-// Calls visit(tile) once for every tile. A warp takes 32 sequences at a time and spreads their tiles over its lanes, so that
-// one long sequence and many short ones both keep the lanes busy.
+// The next of a bucket's places for the tile of every lane, in the order of the lanes; lanes without one give the bucket -1.
+__device__ __forceinline__ int NextPlace(int* next, int bucket) {
+  const int lane = threadIdx.x % 32;
+  const unsigned same = __match_any_sync(~0u, bucket);
+  const int first_lane = __ffs(same) - 1;
+  int place = 0;
+  if (lane == first_lane && bucket >= 0) place = atomicAdd(&next[bucket], __popc(same));
+  return __shfl_sync(~0u, place, first_lane) + __popc(same & ((1u << lane) - 1));
+}
+
+// Calls visit(tile, there) for every tile, `there`, in all lanes at once. A warp takes 32 sequences at a time and spreads their
+// tiles over its lanes, in their order, so that one long sequence and many short ones both keep the lanes busy.
 template <typename Visit>
-__device__ void ForEachTile(const FwdParams& p, const Request& request, Visit visit) {
+__device__ void ForEachTile(const FwdParams& p, int64_t batch, const Request& request, Visit visit) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t sequences = p.batch + kSequencesOfNobody;
+  const int64_t sequences = batch + kSequencesOfNobody;
   for (int64_t first = warp * 32; first < sequences; first += kWarps * 32) {
-    const Tile mine = first + lane < sequences ? FirstTile(p, request.side, static_cast<int>(first + lane)) : Tile{};
+    const Tile mine = first + lane < sequences ? FirstTile(p, batch, request.side, static_cast<int>(first + lane)) : Tile{};
     const int owned = request.side == TilesOf::kQueries ? mine.q_owned : mine.k_owned;
     const int tiles = owned / request.rows + (owned % request.rows > 0);
     const int end = InclusiveSumOverLanes(tiles), total = __shfl_sync(~0u, end, 31);
@@ -139,28 +155,19 @@ __device__ void ForEachTile(const FwdParams& p, const Request& request, Visit vi
       tile.k_begin = __shfl_sync(~0u, mine.k_begin, owner);
       tile.k_owned = __shfl_sync(~0u, mine.k_owned, owner);
       tile.k_used = __shfl_sync(~0u, mine.k_used, owner);
-      if (i < total) visit(tile);
+      visit(tile, i < total);
     }
   }
-}
-
-__device__ void ListPacked(const FwdParams& p, const Request& request, const WorkList& list) {
-  for (int64_t i = threadIdx.x; i < list.capacity; i += kThreads) list.tiles[i].sequence = -1;
-  if (threadIdx.x == 0) *list.count = static_cast<int>(list.capacity);
-  __syncthreads();
-  ForEachTile(p, request, [&](const Tile& tile) {
-    const int64_t place = PackedPlace(p, request, tile);
-    // Offsets that decrease can claim a place twice; the first to come has it, whole.
-    if (place < list.capacity && atomicCAS(&list.tiles[place].sequence, -1, tile.sequence) == -1) list.tiles[place] = tile;
-  });
 }
 
 __device__ void ListLongestFirst(const FwdParams& p, const Request& request, const WorkList& list) {
   __shared__ int next[kBuckets];  // first the number of tiles in the bucket, then where its next tile goes
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) next[i] = 0;
-  if (threadIdx.x == 0) *list.taken = 0;
-  __syncthreads();
-  ForEachTile(p, request, [&](const Tile& tile) { atomicAdd(&next[BucketOf(CostOf(p, request, tile))], 1); });
+  const int64_t batch = SequencesOf(p);  // a barrier
+  const auto take_place = [&](const Tile& tile, bool there) {
+    return NextPlace(next, there ? BucketOf(CostOf(p, request, tile)) : -1);
+  };
+  ForEachTile(p, batch, request, take_place);
   __syncthreads();
 
   if (threadIdx.x < 32) {
@@ -173,14 +180,16 @@ __device__ void ListLongestFirst(const FwdParams& p, const Request& request, con
       next[threadIdx.x * kPerLane + i] = before;
       before += counts[i];
     }
-    // Offsets that decrease can claim more tiles than there are rows for; those beyond the list are dropped.
-    if (threadIdx.x == 31) *list.count = Clamp(end, 0, list.capacity);
+    if (threadIdx.x == 31) {
+      *list.count = end;
+      *list.taken = 0;
+    }
   }
   __syncthreads();
 
-  ForEachTile(p, request, [&](const Tile& tile) {
-    const int place = atomicAdd(&next[BucketOf(CostOf(p, request, tile))], 1);
-    if (0 <= place && place < list.capacity) list.tiles[place] = tile;
+  ForEachTile(p, batch, request, [&](const Tile& tile, bool there) {
+    const int place = take_place(tile, there);
+    if (there) list.tiles[place] = tile;
   });
 }
 
@@ -214,13 +223,12 @@ __device__ Counts ExclusiveSum(const Counts& x, Counts* total) {
 
 // Part i of what the decode kernel gets: the rows of sequence i that count, and behind those of all sequences, if it takes
 // everything, the rows that do not count and those of nobody. No row is used where the part is not for it.
-__device__ Tile DecodePart(const FwdParams& p, bool all, int64_t i) {
-  const bool rest = i >= p.batch;
-  const int b = static_cast<int>(rest ? i - p.batch : i);
-  if (b >= p.batch) {
-    Tile tile = FirstTile(p, TilesOf::kQueries, b);
-    tile.q_used = tile.q_owned;
-    return tile;
+__device__ Tile DecodePart(const FwdParams& p, int64_t batch, bool all, int64_t i) {
+  const bool rest = i >= batch;
+  const int b = static_cast<int>(rest ? i - batch : i);
+  if (b >= batch) {
+    const Tile nobody = FirstTile(p, batch, TilesOf::kQueries, b);
+    return {static_cast<int>(p.batch), 0, nobody.q_begin, 0, nobody.q_owned, 0, 0, 0};
   }
   Tile tile = SequenceTile(p, b);
   if (rest) return {static_cast<int>(p.batch), 0, tile.q_begin + tile.q_used, 0, tile.q_owned - tile.q_used, 0, 0, 0};
@@ -231,10 +239,10 @@ __device__ Tile DecodePart(const FwdParams& p, bool all, int64_t i) {
 // A thread has one part at a time, and so all its tiles.
 __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shares, const DecodeList& list) {
   Counts before = {0, 0};
-  const int64_t parts = all ? 2 * p.batch + kSequencesOfNobody : p.batch;
+  const int64_t batch = SequencesOf(p), parts = all ? 2 * batch + kSequencesOfNobody : batch;
   for (int64_t first = 0; first < parts; first += kThreads) {
     const int64_t i = first + threadIdx.x;
-    const Tile part = i < parts ? DecodePart(p, all, i) : Tile{};
+    const Tile part = i < parts ? DecodePart(p, batch, all, i) : Tile{};
     const KeyRange seen = VisibleToAny(p, part, part.q_used);
     const bool sees = seen.lo < seen.hi;
     const int first_step = sees ? seen.lo / step : 0, steps = sees ? (seen.hi - 1) / step + 1 - first_step : 1;
@@ -242,7 +250,7 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
     const int64_t units_of_tile = steps * p.num_kv_heads;
     Counts all_parts;
     const Counts mine = ExclusiveSum({tiles, tiles * units_of_tile}, &all_parts);
-    for (int64_t t = 0; t < tiles && before.tiles + mine.tiles + t < list.capacity; ++t) {
+    for (int64_t t = 0; t < tiles; ++t) {
       DecodeTile entry = {part, first_step, steps, before.units + mine.units + t * units_of_tile};
       entry.tile.row = static_cast<int>(t * kDecodeRows);
       list.tiles[before.tiles + mine.tiles + t] = entry;
@@ -250,10 +258,8 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
     before = {before.tiles + all_parts.tiles, before.units + all_parts.units};
   }
   if (threadIdx.x == 0) {
-    // Offsets that decrease can claim more rows than there are; then nothing is done.
-    const int64_t units = before.tiles <= list.capacity ? before.units : 0;
-    const int64_t shares = min(units, static_cast<int64_t>(most_shares));
-    *list.head = {static_cast<int>(units ? before.tiles : 0), static_cast<int>(shares), units, shares ? units / shares : 0,
+    const int64_t units = before.units, shares = min(units, static_cast<int64_t>(most_shares));
+    *list.head = {static_cast<int>(before.tiles), static_cast<int>(shares), units, shares ? units / shares : 0,
                   shares ? units % shares : 0};
   }
 }
@@ -261,11 +267,7 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
 __global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constant__ FwdParams p,
                                                             const __grid_constant__ Request request,
                                                             const __grid_constant__ WorkList list) {
-  if (request.order == Order::kPacked) {
-    ListPacked(p, request, list);
-  } else {
-    ListLongestFirst(p, request, list);
-  }
+  ListLongestFirst(p, request, list);
 }
 
 __global__ __launch_bounds__(kThreads) void paged_schedule_kernel(const __grid_constant__ FwdParams p,
@@ -283,14 +285,14 @@ __global__ __launch_bounds__(kThreads) void paged_schedule_kernel(const __grid_c
 
 cudaError_t LaunchPagedSchedule(const FwdParams& params, int rows, int other_rows, const WorkList& list, int step,
                                 int most_shares, const DecodeList& decode, cudaStream_t stream) {
-  const Request request = {TilesOf::kQueries, rows, other_rows, Order::kLongestFirst};
+  const Request request = {TilesOf::kQueries, rows, other_rows};
   paged_schedule_kernel<<<IsAllDecode(params) ? 1 : 2, kThreads, 0, stream>>>(params, request, list, step, most_shares, decode);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, Order order, const WorkList& list,
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, const WorkList& list,
                            cudaStream_t stream) {
-  schedule_kernel<<<1, kThreads, 0, stream>>>(params, Request{side, rows, other_rows, order}, list);
+  schedule_kernel<<<1, kThreads, 0, stream>>>(params, Request{side, rows, other_rows}, list);
   return cudaGetLastError();
 }
 

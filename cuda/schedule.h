@@ -18,15 +18,13 @@ struct WorkList {
   int32_t* count;             // of tiles; every tile is one item of work for each head
   unsigned long long* taken;  // how many items CTAs have taken beyond their first, where they take them one by one
   Tile* tiles;
-  int64_t capacity;
 };
 
 // The work list in a workspace of 32-bit words: a head of kWordsPerTile words, then the tiles.
 constexpr int kWordsPerTile = 8;
 
-inline WorkList WorkListIn(int32_t* workspace, int64_t words) {
-  return {workspace, reinterpret_cast<unsigned long long*>(workspace + 2), reinterpret_cast<Tile*>(workspace + kWordsPerTile),
-          words / kWordsPerTile - 1};
+inline WorkList WorkListIn(int32_t* workspace) {
+  return {workspace, reinterpret_cast<unsigned long long*>(workspace + 2), reinterpret_cast<Tile*>(workspace + kWordsPerTile)};
 }
 
 constexpr int kDecodeRows = 64;  // of a tile of the decode kernel
@@ -44,14 +42,13 @@ struct DecodeHead {
 struct DecodeList {
   DecodeHead* head;
   DecodeTile* tiles;
-  int64_t capacity;
 };
 
 constexpr int kWordsPerDecodeTile = 12;
 
 // The head takes the room of a tile.
-inline DecodeList DecodeListIn(int32_t* workspace, int64_t capacity) {
-  return {reinterpret_cast<DecodeHead*>(workspace), reinterpret_cast<DecodeTile*>(workspace + kWordsPerDecodeTile), capacity};
+inline DecodeList DecodeListIn(int32_t* workspace) {
+  return {reinterpret_cast<DecodeHead*>(workspace), reinterpret_cast<DecodeTile*>(workspace + kWordsPerDecodeTile)};
 }
 
 // Whether the decode kernel takes all sequences of a call: their rows are few however they lie, or it alone reads the pools.
@@ -80,14 +77,10 @@ inline int64_t MaxTiles(int64_t total, int64_t batch, int tile_rows) {
 }
 
 enum class TilesOf { kQueries, kKeys };
-enum class Order {
-  kLongestFirst,
-  kPacked,  // as the rows stand in the packed array, with empty entries (sequence < 0) in between
-};
 
-// Lists the tiles of `rows` rows of q or k; what a tile costs is the number of tiles of `other_rows` rows of the other side
-// that it meets.
-cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, Order order, const WorkList& list,
+// Lists the tiles of `rows` rows of q or k, longest first; what a tile costs is the number of tiles of `other_rows` rows of the
+// other side that it meets. Tiles of keys of one sequence stand in their order.
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, const WorkList& list,
                            cudaStream_t stream);
 
 // The work lists of a paged call: sequences with few rows of q go to the decode kernel, `step` keys a step, in at most

@@ -79,7 +79,8 @@ def varlen_attention(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
     build or platform cannot do. Wrong values in offsets and block tables are errors on CPU, and at trace time for NumPy
-    arrays; on a GPU they are clamped and never read or write outside the arrays.
+    arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
+    arrays.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
@@ -178,13 +179,10 @@ def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
-    sees_nothing = lse == -jnp.inf  # such a row gives no gradient, whatever its cotangents are
-    if not _every_row_sees_a_key(ops):
-        dout = jnp.where(sees_nothing.T[..., None], 0, dout)
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
+    # A row that sees no key has out 0 and gives nothing, whatever its cotangent is: kernels leave such rows out by their place.
+    delta = jnp.where(out == 0, 0, dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
     if not isinstance(dlse, SymbolicZero):
         delta = delta - dlse
-    delta = jnp.where(sees_nothing, 0, delta)
     grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
     cotangents = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
     if "sinks" in ops:
@@ -192,15 +190,9 @@ def _attention_bwd(options: Options, residuals, cotangents):
     return (cotangents,)
 
 
-def _every_row_sees_a_key(ops) -> bool:
-    """Windows hold the query's own position, so only lengths of the keys that are given apart can leave a row with nothing."""
-    return not {"cu_seqlens_k", "seqused_k"} & ops.keys()
-
-
 def _sinks_gradient(sinks, lse, delta):
     """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    probability = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))
-    return -(probability * delta).sum(1)
+    return -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

@@ -151,11 +151,6 @@ def _cuda_fwd(ops, **options):
     kernels.check_cuda(ops["q"].dtype)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_fwd(ops, **options)
-    if ops["block_table"] is not None:
-        raise NotImplementedError(
-            "block_table (a paged KV cache) has no CUDA kernel in this version. jax_varlen.reference.varlen_attention computes "
-            "it, or gather the blocks of each sequence into packed k and v."
-        )
     head_dim_v = ops["v"].shape[-1]
     ops = _pad_head_dims(ops, "q", "k", "v")
     q, v = ops["q"], ops["v"]
