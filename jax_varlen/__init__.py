@@ -9,6 +9,7 @@ from .packing import pack as pack
 from .packing import positions as positions
 from .packing import segment_ids as segment_ids
 from .packing import unpack as unpack
+from .paged import append_kv as append_kv
 from .show import show_mask as show_mask
 
 __version__ = "0.1.0"

@@ -18,6 +18,7 @@ import numpy as np
 
 MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16", "float16")
+E4M3 = "float8_e4m3fn"
 UNBOUNDED = -1
 _INT32_MAX = 2**31 - 1
 
@@ -127,12 +128,7 @@ def _check_dtypes(q, k, v) -> None:
 def _check_offsets(ops) -> int:
     """Returns the batch size."""
     cu_seqlens_q = ops["cu_seqlens_q"]
-    _check_int32("cu_seqlens_q", cu_seqlens_q)
-    if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens_q must have shape (batch + 1,) and at least one entry, got {cu_seqlens_q.shape}. From lengths: "
-            "jax_varlen.cu_seqlens_from_lengths(lengths)."
-        )
+    batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
     if "cu_seqlens_k" in ops:
         cu_seqlens_k = ops["cu_seqlens_k"]
         _check_int32("cu_seqlens_k", cu_seqlens_k)
@@ -146,7 +142,18 @@ def _check_offsets(ops) -> int:
             "cu_seqlens_k may be left out only when q and k hold the same tokens (total_k == total_q), got q "
             f"{ops['q'].shape} and k {ops['k'].shape}. Give cu_seqlens_k with the offsets of k and v."
         )
-    return cu_seqlens_q.shape[0] - 1
+    return batch
+
+
+def _check_cu_seqlens(name: str, cu_seqlens) -> int:
+    """Returns the batch size."""
+    _check_int32(name, cu_seqlens)
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{name} must have shape (batch + 1,) and at least one entry, got {cu_seqlens.shape}. From lengths: "
+            "jax_varlen.cu_seqlens_from_lengths(lengths)."
+        )
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_int32(name: str, x) -> None:
@@ -161,17 +168,20 @@ def _check_seqused(name: str, x, batch: int) -> None:
 
 
 def _check_paged(ops, batch: int) -> None:
-    block_table = ops["block_table"]
-    _check_int32("block_table", block_table)
-    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as cu_seqlens_q has batch + 1 "
-            f"entries, got {block_table.shape}."
-        )
+    _check_block_table(ops["block_table"], batch, "cu_seqlens_q")
     if "seqused_k" not in ops and "cu_seqlens_k" not in ops:
         raise ValueError(
             "With block_table the lengths of the keys must be given: seqused_k (batch,), or cu_seqlens_k (batch + 1,) whose "
             "differences are the lengths. Got neither."
+        )
+
+
+def _check_block_table(block_table, batch: int, cu_seqlens_name: str) -> None:
+    _check_int32("block_table", block_table)
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as {cu_seqlens_name} has batch + 1 "
+            f"entries, got {block_table.shape}."
         )
 
 
@@ -192,6 +202,93 @@ def check_bwd_operands(ops: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must have shape {shape}, got {ops[name].shape}.")
 
 
+def check_append_operands(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError unless the operands, by name, are those of one call of `append_kv`."""
+    _check_pools(ops["k_cache"], ops["v_cache"])
+    for name, dim in (("k", "head_dim"), ("v", "head_dim_v")):
+        _check_new_tokens(name, ops[name], f"{name}_cache", ops[f"{name}_cache"], dim)
+    if ops["k"].shape[0] != ops["v"].shape[0]:
+        raise ValueError(f"k and v must hold the same tokens, got k {ops['k'].shape} and v {ops['v'].shape}.")
+    _check_append_dtypes(ops)
+    batch = _check_cu_seqlens("cu_seqlens", ops["cu_seqlens"])
+    _check_seqused("seqused_k", ops["seqused_k"], batch)
+    _check_block_table(ops["block_table"], batch, "cu_seqlens")
+
+
+def _check_pools(k_cache, v_cache) -> None:
+    for name, pool, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
+        if len(pool.shape) != 4 or 0 in pool.shape[1:]:
+            raise ValueError(
+                f"{name} must be a pool (num_blocks, block_size, num_kv_heads, {dim}) with all but num_blocks at least 1, got "
+                f"{pool.shape}."
+            )
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must agree in all but the last dimension (head_dim_v may differ), got k_cache "
+            f"{k_cache.shape} and v_cache {v_cache.shape}."
+        )
+
+
+def _check_new_tokens(name: str, x, pool_name: str, pool, dim: str) -> None:
+    num_kv_heads, width = pool.shape[2:]
+    if len(x.shape) != 3 or x.shape[1:] != pool.shape[2:]:
+        raise ValueError(
+            f"{name} must have shape (total, num_kv_heads, {dim}) = (total, {num_kv_heads}, {width}) as {pool_name} is "
+            f"{pool.shape}, got {x.shape}. Tokens of all sequences stand behind each other in one axis, with no batch axis."
+        )
+
+
+def _check_append_dtypes(ops) -> None:
+    k_cache, v_cache, k, v = (ops[name] for name in ("k_cache", "v_cache", "k", "v"))
+    if k.dtype != v.dtype or k.dtype not in DTYPES:
+        raise TypeError(f"k and v must both be one of {', '.join(DTYPES)}, got k {k.dtype} and v {v.dtype}. Cast them.")
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"k_cache and v_cache must have one dtype, got k_cache {k_cache.dtype} and v_cache {v_cache.dtype}.")
+    quantized = k_cache.dtype == E4M3
+    if not quantized and k_cache.dtype != k.dtype:
+        raise TypeError(
+            f"k_cache and v_cache must have the dtype of k and v, or {E4M3}, got pools of {k_cache.dtype} and k of {k.dtype}. "
+            "Cast the tokens: k.astype(k_cache.dtype), v.astype(v_cache.dtype)."
+        )
+    for name in ("k_scale", "v_scale"):
+        if name not in ops:
+            continue
+        if not quantized:
+            raise TypeError(f"{name} is for pools of {E4M3}, got pools of {k_cache.dtype}, which hold k and v as they are.")
+        if ops[name].shape not in ((), (k.shape[1],)):
+            raise ValueError(
+                f"{name} must be a scalar or have shape (num_kv_heads,) = ({k.shape[1]},), got shape {ops[name].shape}."
+            )
+
+
+def check_states(out_a, lse_a, out_b, lse_b) -> None:
+    """Raises ValueError or TypeError unless these are two results of attention of the same queries."""
+    for name, x in (("out_a", out_a), ("out_b", out_b)):
+        if len(x.shape) != 3:
+            raise ValueError(f"{name} must have rank 3 (total_q, num_heads, head_dim_v), got rank {len(x.shape)} {x.shape}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be {', '.join(DTYPES)}, got {x.dtype}. Cast it.")
+    if out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_a and out_b must have one shape, as they are of the same queries, got {out_a.shape} and {out_b.shape}."
+        )
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if x.shape != out_a.shape[1::-1]:
+            raise ValueError(
+                f"{name} must have shape (num_heads, total_q) = {out_a.shape[1::-1]} as out_a is {out_a.shape}, got {x.shape}. "
+                "It comes from the same call as out, with return_lse=True."
+            )
+        if x.dtype != np.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}: a lower precision would shift the weights of the two.")
+
+
+def as_array(name: str, x) -> jax.Array:
+    """`x` as an array of JAX; a TypeError for what is no array at all."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
+    return jax.numpy.asarray(x)
+
+
 def as_int32(name: str, x) -> jax.Array | np.ndarray:
     """`x` as int32; a TypeError for anything but integers, since an offset that was rounded is a wrong offset."""
     array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, None if np.size(x) else np.int32)
@@ -203,7 +300,8 @@ def as_int32(name: str, x) -> jax.Array | np.ndarray:
         if array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
             raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
     elif np.iinfo(array.dtype).max > _INT32_MAX:
-        array = array.clip(max=_INT32_MAX)  # a value beyond int32 stays too large and does not wrap into the array
+        smallest = max(np.iinfo(array.dtype).min, -_INT32_MAX)
+        array = array.clip(smallest, _INT32_MAX)  # a value beyond int32 stays so and does not wrap into the array
     return array.astype(np.int32)
 
 
@@ -322,4 +420,45 @@ def _check_seqused_values(name: str, seqused, lengths: np.ndarray) -> None:
         raise ValueError(
             f"{name} must be between 0 and the length of its sequence: {name}[{b}] is {seqused[b]}, and sequence {b} has "
             f"{lengths[b]} tokens."
+        )
+
+
+def check_append_values(ops: Mapping[str, Any]) -> None:
+    """The same for `append_kv`: raises ValueError where NumPy arrays show that a token has no place in the pools."""
+    check_append_operands(ops)
+    cu_seqlens, seqused_k, block_table = (ops[name] for name in ("cu_seqlens", "seqused_k", "block_table"))
+    num_blocks, block_size = ops["k_cache"].shape[:2]
+    if not isinstance(cu_seqlens, np.ndarray):
+        return
+    _check_offset_values("cu_seqlens", cu_seqlens, ops["k"])
+    if not isinstance(seqused_k, np.ndarray):
+        return
+    tokens = np.diff(cu_seqlens)
+    first = seqused_k.astype(np.int64)
+    _check_room(first, tokens, block_table.shape[1], block_size)
+    if isinstance(block_table, np.ndarray):
+        _check_blocks(block_table, first, tokens, num_blocks, block_size)
+
+
+def _check_room(first: np.ndarray, tokens: np.ndarray, max_blocks: int, block_size: int) -> None:
+    wrong = np.flatnonzero((tokens > 0) & ((first < 0) | (first + tokens > max_blocks * block_size)))
+    if wrong.size and first[wrong[0]] < 0:
+        raise ValueError(f"seqused_k must not be negative: seqused_k[{wrong[0]}] is {first[wrong[0]]}.")
+    if wrong.size:
+        b = wrong[0]
+        raise ValueError(
+            f"The tokens must fit in the block table, whose {max_blocks} blocks of {block_size} hold {max_blocks * block_size} "
+            f"of a sequence: seqused_k[{b}] is {first[b]}, and cu_seqlens gives the sequence {tokens[b]} more."
+        )
+
+
+def _check_blocks(block_table: np.ndarray, first: np.ndarray, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
+    begin = np.arange(block_table.shape[1])[None, :] * block_size
+    needed = (first[:, None] < begin + block_size) & (begin < (first + tokens)[:, None]) & (tokens > 0)[:, None]
+    wrong = np.argwhere(needed & ((block_table < 0) | (block_table >= num_blocks)))
+    if wrong.size:
+        b, column = wrong[0]
+        raise ValueError(
+            f"block_table must name blocks of the pool, which has {num_blocks}: block_table[{b}, {column}] is "
+            f"{block_table[b, column]}, where sequence {b} appends the positions {first[b]} to {first[b] + tokens[b] - 1}."
         )
