@@ -3,6 +3,7 @@
 from . import reference as reference
 from .attention import varlen_attention as varlen_attention
 from .kernels import info as info
+from .merge import merge_attention as merge_attention
 from .packing import cu_seqlens_from_lengths as cu_seqlens_from_lengths
 from .packing import cu_seqlens_from_segment_ids as cu_seqlens_from_segment_ids
 from .packing import pack as pack
