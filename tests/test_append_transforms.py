@@ -80,6 +80,7 @@ def test_layers_in_a_scan_share_one_pool_in_place():
     compiled = run.lower(*args).compile()
     shape = r"f32\[57,4,2,(16|8)\]\{[^}]*\} copy\("
     assert not re.search(shape, compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < args[0][1].nbytes
     same(compiled(*args), expected)
 
 
