@@ -1,8 +1,9 @@
-"""Every rule that a call of `varlen_attention` must keep, and the sentence that says how to mend a call that does not.
+"""Every rule that a call must keep, and the sentence that says how to mend a call that does not.
 
 `check_operands` holds the rules of shapes and dtypes; the primitive's abstract evaluation runs it, so the same error is
 raised in eager code, under `jit`, `grad` and `eval_shape`. The other functions turn one static option each into its
-normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time.
+normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time. All of this is for
+`varlen_attention`; `check_append_operands` and `check_append_values` do the same for `append_kv`.
 """
 
 from __future__ import annotations
@@ -262,7 +263,7 @@ def _check_append_dtypes(ops) -> None:
 
 
 def check_states(out_a, lse_a, out_b, lse_b) -> None:
-    """Raises ValueError or TypeError unless these are two results of attention of the same queries."""
+    """Raises ValueError or TypeError unless `merge_attention` is given two results of the same queries."""
     for name, x in (("out_a", out_a), ("out_b", out_b)):
         if len(x.shape) != 3:
             raise ValueError(f"{name} must have rank 3 (total_q, num_heads, head_dim_v), got rank {len(x.shape)} {x.shape}.")
