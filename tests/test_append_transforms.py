@@ -18,7 +18,8 @@ from jax_varlen import paged
 
 
 def on_device(arrays):
-    return {name: jnp.asarray(x) for name, x in arrays.items()}
+    """In memory of JAX's own: memory that NumPy lends can not be donated."""
+    return {name: jnp.array(x, copy=True) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize("pool_dtype", [None, E4M3], ids=["same", "float8"])
