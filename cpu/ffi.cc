@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "append.h"
 #include "bwd_plan.h"
 #include "ffi_args.h"
 #include "fwd_plan.h"
@@ -94,13 +95,31 @@ ffi::Error Bwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_
   return Run<BwdPlan>(params, params.fwd, BwdKernelFor, pool);
 }
 
+ffi::Error AppendKv(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens,
+                    Offsets seqused_k, Offsets block_table, Floats k_scale, Floats v_scale,
+                    ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result, ffi::ThreadPool pool) {
+  AppendParams params;
+  const ffi::Error error =
+      ReadAppendArgs(k_cache, v_cache, k, v, cu_seqlens, seqused_k, block_table, k_scale, v_scale, k_result, v_result, &params);
+  if (error.failure()) return error;
+  if (const std::string error = CheckAppend(params); !error.empty()) return ffi::Error::InvalidArgument(error);
+  const int64_t begin = params.cu_seqlens[0], end = params.cu_seqlens[params.batch], rows = AppendRowsPerUnit(params);
+  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
+  RunUnits(pool, num_threads, (end - begin + rows - 1) / rows, [params, begin, end, rows](int64_t unit) {
+    Append(params, begin + unit * rows, std::min(end, begin + (unit + 1) * rows));
+  });
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER(FwdHandler, Fwd, BindFwdArgs().Ctx<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(BwdHandler, Bwd, BindBwdArgs().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(AppendHandler, AppendKv, BindAppendArgs().Ctx<ffi::ThreadPool>());
 
 nb::dict Registrations() {
   nb::dict targets;
   targets["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(FwdHandler));
   targets["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(BwdHandler));
+  targets["jax_varlen_append_v1"] = nb::capsule(reinterpret_cast<void*>(AppendHandler));
   return targets;
 }
 

@@ -5,6 +5,7 @@
 #include <climits>
 #include <string>
 
+#include "append.h"
 #include "dispatch.h"
 #include "ffi_args.h"
 
@@ -70,6 +71,16 @@ ffi::Error BwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
   return Launched(Bwd(params, workspace->typed_data(), order, stream));
 }
 
+ffi::Error AppendHandler(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens,
+                         Offsets seqused_k, Offsets block_table, Floats k_scale, Floats v_scale,
+                         ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result, cudaStream_t stream) {
+  AppendParams params;
+  ffi::Error error =
+      ReadAppendArgs(k_cache, v_cache, k, v, cu_seqlens, seqused_k, block_table, k_scale, v_scale, k_result, v_result, &params);
+  if (error.failure()) return error;
+  return Launched(Append(params, stream));
+}
+
 // The handlers launch kernels and do nothing else, so that XLA may capture them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(fwd, FwdHandler, BindFwdArgs().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -79,10 +90,14 @@ XLA_FFI_DEFINE_HANDLER(
     BindBwdArgs().Arg<Floats>().Arg<Offsets>().Ret<Offsets>().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(append, AppendHandler, BindAppendArgs().Ctx<ffi::PlatformStream<cudaStream_t>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 nb::dict Registrations() {
   nb::dict registrations;
   registrations["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(fwd));
   registrations["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(bwd));
+  registrations["jax_varlen_append_v1"] = nb::capsule(reinterpret_cast<void*>(append));
   return registrations;
 }
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -112,7 +111,7 @@ def varlen_attention(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
-    ops = {"q": _array("q", q), "k": _array("k", k), "v": _array("v", v)}
+    ops = {name: shapes.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ops |= {name: shapes.as_int32(name, x) for name, x in offsets.items() if x is not None}
     if block_table is not None:
         ops["block_table"] = shapes.as_block_table(block_table)
@@ -129,12 +128,6 @@ def varlen_attention(
     shapes.check_values(ops)
     results: Any = _attention(options, primitives.same_varying(ops))
     return results if shapes.flag("return_lse", return_lse) else results[0]
-
-
-def _array(name: str, x) -> jax.Array:
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-    return jnp.asarray(x)
 
 
 class Options(NamedTuple):

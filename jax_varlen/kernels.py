@@ -74,6 +74,11 @@ def check_cuda(dtype) -> None:
             "The CUDA kernels take bfloat16 and float16, got float32. Cast q, k and v: q.astype(jnp.bfloat16). "
             "jax_varlen.reference.varlen_attention computes float32 on a GPU, for small inputs."
         )
+    check_cuda_is_built()
+
+
+def check_cuda_is_built() -> None:
+    """Raises NotImplementedError where there is a GPU and no kernel for it."""
     if _cuda is None and _has_gpu():
         raise NotImplementedError(
             "This build of jax_varlen has no CUDA kernels. Install it again with nvcc on the PATH and JAX_VARLEN_CUDA=ON."
