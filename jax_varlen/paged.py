@@ -60,8 +60,9 @@ def append_kv(
     """
     ops = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     ops = {name: shapes.as_array(name, x) for name, x in ops.items()}
-    offsets = {"cu_seqlens": cu_seqlens, "seqused_k": seqused_k, "block_table": block_table}
+    offsets = {"cu_seqlens": cu_seqlens, "seqused_k": seqused_k}
     ops |= {name: shapes.as_int32(name, x) for name, x in offsets.items()}
+    ops["block_table"] = shapes.as_block_table(block_table)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     ops |= {name: shapes.as_float32(name, x) for name, x in scales.items() if x is not None}
     shapes.check_append_values(ops)
