@@ -11,15 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DTYPE = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-FRANCE, LONG = "What is the capital of France?", "Count the dogs here." + " The quick brown fox jumps over the lazy dog." * 9
-
-# By how much the logit of a chosen token may be below the largest one of the dense model (float32).
-TOLERANCE = {"float32": 0.0, "bfloat16": 0.5}
+GERMANY, LONG = "What is the capital of Germany?", "Count the dogs here." + " The quick brown fox jumps over the lazy dog." * 9
 
 # Prompts and the most tokens of their answers: more than there are slots, and together more than the cache holds.
-PROMPTS = {FRANCE: 20, LONG: 9, "Hi": 3, "Name three fruits.": 14, "Write a haiku.": 16, "Say yes.": 1}
-SIZES = {"slots": 3, "num_blocks": 20, "block_size": 8, "context": 160, "chunk": 32}
-OPTIONS = ("--slots=3", "--blocks=20", "--block-size=8", "--context=160", "--chunk=32")
+PROMPTS = {GERMANY: 20, LONG: 9, "Hi": 3, "Name three fruits.": 16, "Write a haiku.": 16, "Say yes.": 1}
+SIZES = {"slots": 3, "num_blocks": 20, "block_size": 8, "context": 160, "chunk": 24}
+OPTIONS = ("--slots=3", "--blocks=20", "--block-size=8", "--context=160", "--chunk=24")
+
+# Greedy answers of transformers 5.24 (PyTorch, float32) from the same file.
+EXPECTED = {
+    GERMANY: "The capital of Germany is Berlin.<|im_end|>",
+    LONG: "The quick brown fox jumps over the lazy dog",
+    "Hi": "Hello! How",
+    "Name three fruits.": "1. Bananas\n2. Oranges\n3. Grapes<|im_end|>",
+    "Write a haiku.": "In the heart of the night, a moon that shines with a silver light,",
+    "Say yes.": "I",
+}
+
+# Its tokens of the prompt "Hi 123": the system's words, the user's, and the beginning of the answer.
+SYSTEM = (1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198)
+USER = (1, 4093, 198, 26843, 216, 33, 34, 35, 2, 198, 1, 520, 9531, 198)
+
+# By how much the logit of a chosen token may be below the largest one of the second implementation (float32). Where an answer
+# of bfloat16 leaves that of float32, the two logits are 0.1 apart.
+TOLERANCE = {"float32": 0.0, "bfloat16": 0.25}
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +128,9 @@ def test_answers_are_those_of_the_dense_model(model, run):
         assert (logits.max(1) - chosen).max() <= TOLERANCE[DTYPE]
 
 
-def test_answers_make_sense(model, run):
-    answers = [model.tokenizer.decode(request.answer) for request in run.requests]
-    assert answers[0] == "The capital of France is Paris."
-    assert answers[3].startswith("1. ")
+def test_answers_are_those_of_its_authors_code(model, run):
+    answers = [model.tokenizer.decode(request.answer, skip_special_tokens=False) for request in run.requests]
+    assert answers == list(EXPECTED.values())
 
 
 def test_answers_end_where_the_model_or_the_limit_ends_them(model, run):
@@ -209,22 +223,17 @@ def test_too_long_a_request_is_refused(example):
         server.submit(example.Request([1] * 45, 6))
 
 
-def test_prompts_are_encoded_as_the_model_was_taught(model):
-    """The tokens of the model's own tokenizer (transformers)."""
-    system = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411, 407, 19712, 8182, 2, 198]
-    tokens = model.encode("Hi 123")
-    assert tokens[: len(system)] == system
-    text = "<|im_start|>user\nHi 123<|im_end|>\n<|im_start|>assistant\n"
-    assert model.tokenizer.decode(tokens[len(system) :], skip_special_tokens=False) == text
+def test_prompts_are_encoded_as_in_training(model):
+    assert model.encode("Hi 123") == [*SYSTEM, *USER]
 
 
 def test_program_streams_every_answer(example, model, capsys, tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text(f"{LONG}\n\n{FRANCE}\n")
+    path.write_text(f"{LONG}\n\n{GERMANY}\n")
     assert example.main([*OPTIONS, "--max-tokens=10", f"--prompts={path}"]) == 0
     printed = capsys.readouterr().out
-    assert f"> {FRANCE} (37 tokens)\nThe capital of France is Paris.\n" in printed
-    assert printed.index("> Count the dogs here.") < printed.index(f"> {FRANCE}")
+    assert f"> {GERMANY} (37 tokens)\nThe capital of Germany is Berlin.\n" in printed
+    assert printed.index("lazy dog. ...") < printed.index(GERMANY)
     assert "prefill" in printed and "of 20 blocks of 8 tokens" in printed
 
 
