@@ -62,7 +62,6 @@ std::string CheckBlockTable(const FwdParams& p) {
                text(i) + "] is " + text(id) + ", and sequence " + text(b) + " has " + text(length) + " keys in " +
                text(blocks) + " blocks of " + text(p.block_size) + "; entries behind those may be anything.";
     }
-    }
   }
   return "";
 }
