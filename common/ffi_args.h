@@ -20,7 +20,8 @@ using Offsets = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 // Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes,
-// sinks, k_scale, v_scale; out, lse; window_left, window_right, softcap. The platform appends what it needs of its own.
+// sinks, k_scale, v_scale; out, lse; window_left, window_right, softcap, batch_invariant. The platform
+// appends what it needs of its own.
 inline auto BindFwdArgs() {
   return ffi::Ffi::Bind()
       .Arg<ffi::AnyBuffer>()
@@ -40,7 +41,8 @@ inline auto BindFwdArgs() {
       .Ret<Floats>()
       .Attr<int64_t>("window_left")
       .Attr<int64_t>("window_right")
-      .Attr<float>("softcap");
+      .Attr<float>("softcap")
+      .Attr<int64_t>("batch_invariant");
 }
 
 // Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, dout, lse,
@@ -244,13 +246,15 @@ inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer 
   params->window_left = window_left;
   params->window_right = window_right;
   params->softcap = softcap;
+  params->batch_invariant = false;
   return ffi::Error::Success();
 }
 
 inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                               Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
                               const FwdOnly& fwd_only, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-                              int64_t window_left, int64_t window_right, float softcap, FwdParams* params) {
+                              int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant,
+                              FwdParams* params) {
   ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
                                 &fwd_only, window_left, window_right, softcap, params);
   if (error.failure()) return error;
@@ -261,6 +265,7 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
     return internal::BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
   params->out = out->untyped_data();
   params->lse = lse->typed_data();
+  params->batch_invariant = batch_invariant != 0;
   return ffi::Error::Success();
 }
 

@@ -48,6 +48,7 @@ struct FwdParams {
   int64_t window_left;         // >= 0, or kUnbounded
   int64_t window_right;        // >= 0, or kUnbounded
   float softcap;               // 0: none
+  bool batch_invariant;        // whether the bits of a paged sequence depend on itself alone
   DType dtype;                 // of q and out
   DType kv_dtype;              // of k and v: that of q, or kE4M3 with a block table
 };

@@ -74,11 +74,11 @@ ffi::Error Run(const Params& params, const FwdParams& fwd, const KernelFor& kern
 ffi::Error Fwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                Offsets seqused_q, Offsets seqused_k, Offsets block_table, Floats softmax_scale, Floats alibi_slopes,
                Floats sinks, Floats k_scale, Floats v_scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-               int64_t window_left, int64_t window_right, float softcap, ffi::ThreadPool pool) {
+               int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant, ffi::ThreadPool pool) {
   FwdParams params;
-  const ffi::Error error =
-      ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
-                  {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap, &params);
+  const ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
+                                       {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap,
+                                       batch_invariant, &params);
   if (error.failure()) return error;
   return Run<FwdPlan>(params, params, FwdKernelFor, pool);
 }

@@ -21,6 +21,11 @@ __device__ __forceinline__ int64_t ShareBegin(const DecodeHead& head, int share)
 
 // The share that holds a unit.
 __device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
+  if (head.units <= INT_MAX) {  // 64-bit divisions take long
+    const uint32_t u = static_cast<uint32_t>(unit), size = static_cast<uint32_t>(head.share_units);
+    const uint32_t longer = static_cast<uint32_t>(head.longer), of_longer = longer * (size + 1);
+    return u < of_longer ? u / (size + 1) : longer + (u - of_longer) / size;
+  }
   const int64_t of_longer = head.longer * (head.share_units + 1);
   return static_cast<int>(unit < of_longer ? unit / (head.share_units + 1)
                                            : head.longer + (unit - of_longer) / head.share_units);
@@ -112,7 +117,7 @@ struct KvProduct {
 
   template <int kSteps, typename LoadP>
   static __device__ __forceinline__ void Output(float (&acc_o)[1][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
-    Accumulate<T, kHeadDim, kSteps>(acc_o, load_p, address_v);
+    Accumulate<T, kHeadDim, kSteps, true>(acc_o, load_p, address_v);
   }
 
   static __device__ __forceinline__ int Column(int d) { return 8 * d + 2 * (threadIdx.x % 4); }
@@ -205,17 +210,17 @@ __device__ __forceinline__ void StoreDecodeRow(const FwdParams& p, const Tile& t
                                                const Partials& partials, int row, float row_max, float row_sum, int d_begin,
                                                int d_end, Values values) {
   const DecodeRow where(p, tile, segment.kv_head, row);
-  float out_scale = 1.f, shift = row_max;
+  float out_scale = 1.f, shift = row_max;  // of a row that has seen no key -inf, with the sum 0; NaN makes a sum NaN
+  const bool empty = row_sum == 0.f;
   if (segment.whole) {
     const float sink = where.Sink(p, tile);
     shift = fmaxf(row_max, sink);
-    if (shift != -INFINITY) {
+    if (sink != -INFINITY) {
       out_scale = ptx::Exp2(row_max - shift);
       row_sum = fmaf(row_sum, out_scale, ptx::Exp2(sink - shift));
     }
   }
-  const bool empty = row_max == -INFINITY;  // of keys
-  const float lse = shift == -INFINITY ? -INFINITY : shift + ptx::Log2(row_sum);
+  const float lse = row_sum == 0.f ? -INFINITY : shift + ptx::Log2(row_sum);
   out_scale = empty ? 0.f : out_scale / row_sum;
   if (p.v_scale) out_scale *= p.v_scale[segment.kv_head];
   const bool leads = threadIdx.x % 4 == 0 && d_begin == 0;
@@ -354,7 +359,7 @@ __device__ __forceinline__ void ComputeSegment(const FwdParams& p, const Tile& t
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row_sum[r] = QuadSum(state.row_sum[r]);
-    row_max[r] = state.row_max[r] == -INFINITY ? -INFINITY : state.shift[r];
+    row_max[r] = row_sum[r] == 0.f ? -INFINITY : state.shift[r];
   }
   if constexpr (!kSplitKeys) {
 #pragma unroll
@@ -383,7 +388,7 @@ __device__ __forceinline__ void ComputeSegment(const FwdParams& p, const Tile& t
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const float2 of_warp = pieces.state[w][row];
-        factor[w] = of_warp.x == -INFINITY ? 0.f : ptx::Exp2(of_warp.x - top);
+        factor[w] = of_warp.y == 0.f ? 0.f : ptx::Exp2(of_warp.x - top);
         sum = fmaf(of_warp.y, factor[w], sum);
       }
       StoreDecodeRow<T, Product>(p, tile, segment, partials, row, top, sum, warp * (kHeadDim / 32),
@@ -418,27 +423,29 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
       reinterpret_cast<int32_t*>(&entry)[threadIdx.x] = reinterpret_cast<const int32_t*>(&list.tiles[t])[threadIdx.x];
     __syncthreads();
     const int64_t within = unit - entry.first_unit;
+    const int units_per_head = entry.UnitsPerHead(p);
     Segment segment;
-    segment.kv_head = static_cast<int>(within / entry.steps);
-    int step = static_cast<int>(within - static_cast<int64_t>(segment.kv_head) * entry.steps);
-    for (; segment.kv_head < p.num_kv_heads && unit < end; ++segment.kv_head, step = 0) {
-      segment.first_step = entry.first_step + step;
-      segment.steps = static_cast<int>(min(static_cast<int64_t>(entry.steps - step), end - unit));
-      segment.whole = segment.steps == entry.steps;
-      segment.partial = 2 * share + (step == 0);
+    segment.kv_head = static_cast<int>(within / units_per_head);
+    int first = static_cast<int>(within - static_cast<int64_t>(segment.kv_head) * units_per_head);
+    for (; segment.kv_head < p.num_kv_heads && unit < end; ++segment.kv_head, first = 0) {
+      const int units = static_cast<int>(min(static_cast<int64_t>(units_per_head - first), end - unit));
+      segment.whole = units == units_per_head;
+      segment.first_step = entry.first_step + first;
+      segment.steps = segment.whole ? entry.steps : units;
+      segment.partial = 2 * share + (first == 0);
       if (RowsOf(p, entry.tile) <= 16) {
         ComputeSegment<T, E, Config, true>(p, entry.tile, segment, partials, smem, pool_rows);
       } else {
         ComputeSegment<T, E, Config, false>(p, entry.tile, segment, partials, smem, pool_rows);
       }
       __syncthreads();
-      unit += segment.steps;
+      unit += units;
     }
   }
 }
 
-// One CTA for every border between two shares and some rows: where the border is the first one within a tile and head, it
-// merges all partial results of these. A warp has a row at a time.
+// One CTA for a tile and kv head and some rows: where it lies in several shares, it merges their partial results. A warp has a
+// row at a time.
 constexpr int kCombineWarps = 4;
 
 template <typename T>
@@ -446,17 +453,18 @@ __global__ __launch_bounds__(32 * kCombineWarps) void combine_kernel(const __gri
                                                                      const __grid_constant__ DecodeList list,
                                                                      const __grid_constant__ Partials partials) {
   const DecodeHead head = *list.head;
-  const int first = blockIdx.x, lane = threadIdx.x % 32;  // the share that ends at the border
-  if (first + 1 >= head.shares) return;
-  const int64_t border = ShareBegin(head, first + 1);
-  const DecodeTile& entry = list.tiles[FindTile(list, head.count, border)];
+  const int lane = threadIdx.x % 32, t = blockIdx.x / static_cast<int>(p.num_kv_heads);
+  if (t >= head.count) return;
+  const int kv_head = blockIdx.x - t * static_cast<int>(p.num_kv_heads);
+  const DecodeTile& entry = list.tiles[t];
   const Tile& tile = entry.tile;
   const int rows = RowsOf(p, tile), row0 = blockIdx.y * kCombineWarps + threadIdx.x / 32;
   if (row0 >= rows) return;
-  const int kv_head = static_cast<int>((border - entry.first_unit) / entry.steps);
-  const int64_t begin = entry.first_unit + static_cast<int64_t>(kv_head) * entry.steps;
-  if (border == begin || ShareBegin(head, first) > begin) return;
-  const int parts = ShareOf(head, begin + entry.steps - 1) - first + 1, columns = static_cast<int>(p.head_dim_v);
+  const int units_per_head = entry.UnitsPerHead(p);
+  const int64_t begin = entry.first_unit + static_cast<int64_t>(kv_head) * units_per_head;
+  const int first = ShareOf(head, begin), parts = ShareOf(head, begin + units_per_head - 1) - first + 1;
+  if (parts == 1) return;
+  const int columns = static_cast<int>(p.head_dim_v);
 
   for (int row = row0; row < rows; row += gridDim.y * kCombineWarps) {
     // The first part stands where its share ends, the others where theirs begin.
@@ -499,8 +507,9 @@ cudaError_t LaunchDecodeAs(const FwdParams& params, const DecodeList& list, cons
     return error;
   kernel<<<partials.shares, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, partials);
   if (cudaError_t error = cudaGetLastError()) return error;
-  if (partials.shares < 2) return cudaSuccess;
-  const dim3 grid(partials.shares - 1, (partials.rows + 2 * kCombineWarps - 1) / (2 * kCombineWarps));
+  if (params.batch_invariant) return cudaSuccess;  // nothing is divided
+  const dim3 grid(static_cast<int>(MaxDecodeTiles(params) * params.num_kv_heads),
+                  (partials.rows + 2 * kCombineWarps - 1) / (2 * kCombineWarps));
   combine_kernel<T><<<grid, 32 * kCombineWarps, 0, stream>>>(params, list, partials);
   return cudaGetLastError();
 }

@@ -35,11 +35,12 @@ ffi::Error Launched(cudaError_t error) {
 ffi::Error FwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                       Offsets seqused_q, Offsets seqused_k, Offsets block_table, Floats softmax_scale, Floats alibi_slopes,
                       Floats sinks, Floats k_scale, Floats v_scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-                      int64_t window_left, int64_t window_right, float softcap, ffi::Result<Offsets> workspace,
-                      cudaStream_t stream) {
+                      int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant,
+                      ffi::Result<Offsets> workspace, cudaStream_t stream) {
   FwdParams params;
   ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
-                                 {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap, &params);
+                                 {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap,
+                                 batch_invariant, &params);
   if (error.failure()) return error;
   error = Check(params, workspace->element_count(), FwdWorkspaceWords(params));
   if (error.failure()) return error;

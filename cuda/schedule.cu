@@ -247,7 +247,7 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
     const bool sees = seen.lo < seen.hi;
     const int first_step = sees ? seen.lo / step : 0, steps = sees ? (seen.hi - 1) / step + 1 - first_step : 1;
     const int64_t pairs = int64_t{part.q_used} * p.group_size, tiles = (pairs + kDecodeRows - 1) / kDecodeRows;
-    const int64_t units_of_tile = steps * p.num_kv_heads;
+    const int64_t units_of_tile = (p.batch_invariant ? 1 : steps) * p.num_kv_heads;
     Counts all_parts;
     const Counts mine = ExclusiveSum({tiles, tiles * units_of_tile}, &all_parts);
     for (int64_t t = 0; t < tiles; ++t) {

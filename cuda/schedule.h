@@ -30,7 +30,8 @@ inline WorkList WorkListIn(int32_t* workspace) {
 constexpr int kDecodeRows = 64;  // of a tile of the decode kernel
 
 // What stands before the decode tiles. The steps of keys of all tiles and kv heads, `units` in all, are cut into shares of
-// share_units, the first `longer` of them one unit longer.
+// share_units, the first `longer` of them one unit longer. Where a call is batch_invariant, a tile and kv head is one unit with
+// all its steps, and so is never divided.
 struct DecodeHead {
   int32_t count;   // of tiles
   int32_t shares;  // none without a tile
@@ -53,8 +54,9 @@ inline DecodeList DecodeListIn(int32_t* workspace) {
 
 // Whether the decode kernel takes all sequences of a call: their rows are few however they lie, or it alone reads the pools.
 inline bool IsAllDecode(const FwdParams& params) {
-  return params.kv_dtype == DType::kE4M3 || params.total_q <= 2 * params.batch ||
-         params.total_q * params.group_size <= kDecodeRows;
+  if (params.kv_dtype == DType::kE4M3) return true;
+  if (params.batch_invariant) return false;
+  return params.total_q <= 2 * params.batch || params.total_q * params.group_size <= kDecodeRows;
 }
 
 // The decode tiles that a batch can have at most: of each sequence one that is not full for its rows, and one for those that do

@@ -29,7 +29,9 @@ struct alignas(16) DecodeTile {
   Tile tile;
   int first_step;
   int steps;           // for each kv head, at least one
-  int64_t first_unit;  // steps of all tiles and kv heads before
+  int64_t first_unit;  // units of all tiles and kv heads before
+
+  __device__ __forceinline__ int UnitsPerHead(const FwdParams& p) const { return p.batch_invariant ? 1 : steps; }
 };
 
 struct KeyRange {

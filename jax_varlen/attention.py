@@ -69,7 +69,9 @@ def varlen_attention(
     - `sinks`: `(num_heads,)`, one extra logit per query head that takes part in the denominator only.
     - `k_scale`, `v_scale`: numbers or float32 `(num_kv_heads,)`, what the elements of float8_e4m3fn pools are multiplied by; by
         default 1.
-    - `deterministic`: bitwise repeatable gradients. The forward pass always is.
+    - `deterministic`: bitwise repeatable gradients. The forward pass always is; with `block_table` and on a GPU the bits of a
+        sequence may depend on the lengths of the others, and this flag makes them depend on its own inputs alone: then its
+        keys are not divided among multiprocessors, which is slow for few long sequences.
     - `return_lse`: whether to return `lse` too.
 
     **Returns:** `out (total_q, num_heads, head_dim_v)` in the dtype of `q`; with `return_lse`, `(out, lse)` with
@@ -138,13 +140,10 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def of_fwd(self) -> dict[str, Any]:
-        return {name: x for name, x in self._asdict().items() if name != "deterministic"}
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, ops: dict[str, jax.Array]):
-    return primitives.fwd(ops, **options.of_fwd())
+    return primitives.fwd(ops, **options._asdict())
 
 
 def _attention_fwd(options: Options, ops):
@@ -157,7 +156,7 @@ def _attention_fwd(options: Options, ops):
             "and v, or stop the gradient: jax.lax.stop_gradient(q), and so on."
         )
     ops = {name: x.value for name, x in ops.items()}
-    out, lse = primitives.fwd(ops, **options.of_fwd())
+    out, lse = primitives.fwd(ops, **options._asdict())
     out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
     return (out, lse), (ops, out, lse)
 

@@ -77,7 +77,7 @@ def _cast_varying(x, axes: frozenset):
 
 
 @fwd_p.def_abstract_eval
-def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap):
+def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
     q, v = ops["q"], ops["v"]
@@ -101,8 +101,9 @@ def _like(aval, shape, dtype):
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
-fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap")))
-bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap", "deterministic")))
+_OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
+fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=_OPTIONS))
+bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=_OPTIONS))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,8 @@ def _lower(path: Callable) -> Callable:
     return mlir.lower_fun(lower, multiple_results=True)
 
 
-def _blocked_fwd(ops, **options):
+def _blocked_fwd(ops, *, deterministic, **options):
+    del deterministic  # It always is.
     return blocked.fwd(**ops, **options)
 
 
@@ -139,7 +141,7 @@ def _without(ops, *names):
 def _cpu_fwd(ops, **options):
     q, v = ops["q"], ops["v"]
     out, lse = _out_and_lse(q, v)
-    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options)
+    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options, **_batch_invariant(options))
 
 
 def _cpu_bwd(ops, *, deterministic, **options):
@@ -160,7 +162,7 @@ def _cuda_fwd(ops, **options):
     else:
         workspace = kernels.cuda_paged_workspace(q.shape, v.shape, batch_and_1)
     results = [*_out_and_lse(q, v), workspace]
-    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options)
+    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options, **_batch_invariant(options))
     return out[..., :head_dim_v], lse
 
 
@@ -220,10 +222,15 @@ def _present(name: str, x):
     return jnp.zeros((0,), np.int32 if name in _INTEGERS else np.float32)
 
 
-def _ffi_call(target: str, results, operands, options, **kwargs):
-    call = jax.ffi.ffi_call(target, results, **kwargs)
+def _batch_invariant(options) -> dict[str, Any]:
+    return {"batch_invariant": np.int64(options["deterministic"])}
+
+
+def _ffi_call(target: str, results, operands, options, input_output_aliases=None, **attributes):
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=input_output_aliases)
     return call(
         *operands,
+        **attributes,
         window_left=np.int64(options["window_left"]),
         window_right=np.int64(options["window_right"]),
         softcap=np.float32(options["softcap"]),

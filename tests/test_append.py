@@ -291,7 +291,8 @@ def test_float8_of_every_number(dtype):
     stored = np.asarray(append(arrays)[0]).astype(np.float32).ravel()
     x = x.ravel().astype(np.float32)
     np.testing.assert_array_equal(np.isnan(stored), np.isnan(x))
-    nearest = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # which some versions of NumPy raise for NaN
+        nearest = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(stored[~np.isnan(x)], nearest[~np.isnan(x)])
     np.testing.assert_array_equal(np.signbit(stored[~np.isnan(x)]), np.signbit(x[~np.isnan(x)]))
 
