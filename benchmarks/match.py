@@ -144,7 +144,7 @@ class Match:
         return self.the_pass.flops(self.workload) / statistics.median(repeats) / 1e12
 
     def _tflops_of_random(self, name: str) -> float:
-        """Of random normal q, as rates were recorded. Calls behind each other have another one: nothing to a decode step alone."""
+        """Of random normal q, as rates were recorded. Calls behind each other have another: the same to a decode step alone."""
         single = self.single_seconds[name]
         counts = isinstance(self.workload, PagedWorkload) and not self.workload.is_decode
         return self._tflops(single if counts and single else self.seconds[name])
