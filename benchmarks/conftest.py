@@ -52,5 +52,5 @@ def pytest_terminal_summary(terminalreporter, config):
     for the_pass, rows in config.stash.get(ROWS, {}).items():
         terminalreporter.section(f"{the_pass.title}, ours beside its peers")
         lines = [report.line(the_pass, row) for row in rows]
-        for line in (report.header(the_pass), *lines, *run.summary(the_pass, rows)):
+        for line in (report.header(the_pass), *lines, *run.summary(rows)):
             terminalreporter.write_line(line)

@@ -42,20 +42,19 @@ class Inputs:
     @functools.cached_property
     def dout(self) -> jax.Array:
         w = self.workload
-        return normal(jax.random.key(self.seed + 1), (w.total, w.num_heads, w.head_dim_v), self.dtype)
+        return _normal(jax.random.key(self.seed + 1), (w.total, w.num_heads, w.head_dim_v), self.dtype)
 
 
 def make(workload: Workload, dtype: str, seed: int = 0) -> Inputs:
     w = workload
     shapes = [(w.total, heads, w.head_dim) for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
     keys = jax.random.split(jax.random.key(seed), 3)
-    q, k, v = (normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+    q, k, v = (_normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
     return Inputs(w, dtype, q, k, v, jnp.asarray(w.cu_seqlens), seed)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def normal(key, shape, dtype):
-    """Random normal numbers, made on the device."""
+def _normal(key, shape, dtype):
     return jax.random.normal(key, shape, dtype)
 
 

@@ -123,7 +123,6 @@ class Match:
         median = statistics.median(self.seconds[name])
         ours = statistics.median(self.seconds[OURS]) if self.seconds[OURS] else None
         recorded = self.workload.recorded_tflops(self.the_pass.name)
-        tflops = self.the_pass.flops(self.workload) / median / 1e12
         moved = self.ready[name].bytes or self.the_pass.bytes(self.workload, jnp.dtype(self.dtype).itemsize)
         if self.single_seconds[name]:
             row["us_single"] = statistics.median(self.single_seconds[name]) * 1e6
@@ -131,15 +130,24 @@ class Match:
             row["tokens_per_s"] = self.workload.total_q / median
             row["is_decode"] = self.workload.is_decode
         if name == OURS and recorded:
-            row["recorded_times"] = {peer: tflops / rate for peer, rate in recorded.items()}
+            row["recorded_times"] = {peer: self._tflops_of_random(name) / rate for peer, rate in recorded.items()}
         return row | {
             "us": median * 1e6,
             "repeats_us": [s * 1e6 for s in self.seconds[name]],
-            "tflops": tflops,
+            "tflops": self._tflops(self.seconds[name]),
             "gbps": moved / median / 1e9,
             "ours_times": median / ours if ours else None,
             "recorded_tflops": recorded.get(name),
         }
+
+    def _tflops(self, repeats: list[float]) -> float:
+        return self.the_pass.flops(self.workload) / statistics.median(repeats) / 1e12
+
+    def _tflops_of_random(self, name: str) -> float:
+        """Of random normal q, as rates were recorded. Calls behind each other have another: the same to a decode step alone."""
+        single = self.single_seconds[name]
+        counts = isinstance(self.workload, PagedWorkload) and not self.workload.is_decode
+        return self._tflops(single if counts and single else self.seconds[name])
 
 
 def _sentence(error: Exception) -> str:

@@ -68,13 +68,12 @@ def geometric_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
     return {who: (math.exp(sum(logs) / len(logs)), len(logs)) for who, logs in ratios.items()}
 
 
-def recorded_means(rows: Iterable[Row], recorded: dict[str, dict[str, float]]) -> dict[str, tuple[float, int]]:
-    """The same against the rates that workloads.json holds, in `recorded` by workload."""
+def recorded_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
+    """The same against the rates that workloads.json holds."""
     ratios = collections.defaultdict(list)
     for row in rows:
-        if row["who"] == OURS and "tflops" in row:
-            for peer, rate in recorded.get(row["workload"], {}).items():
-                ratios[peer].append(math.log(row["tflops"] / rate))
+        for peer, times in row.get("recorded_times", {}).items():
+            ratios[peer].append(math.log(times))
     return {who: (math.exp(sum(logs) / len(logs)), len(logs)) for who, logs in ratios.items()}
 
 
