@@ -96,7 +96,7 @@ template <typename D>
 void RunBwdItem(const BwdParams& params, const BwdItem& item, char* scratch) {
   typedef typename D::T T;
   const FwdParams& p = params.fwd;
-  const LogitRule rule = MakeLogitRule(p);
+  const LogitRule rule = MakeLogitRule(p, item.rows.kv_head);
   const ItemKeys keys = PackKeys<D>(p, item, &scratch);
   BwdStrip* strip = TakeStrip(p, &scratch);
   const Strip& rows = strip->rows;

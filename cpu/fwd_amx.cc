@@ -6,8 +6,8 @@
 
 namespace jax_varlen {
 
-FwdKernel FwdAmx() {
-  return KernelOf<AmxEngine<HardwareTiles>>();
+FwdKernel FwdAmx(DType kv_dtype) {
+  return kv_dtype == DType::kE4M3 ? KernelOf<AmxEngine<HardwareTiles, E4M3>>() : KernelOf<AmxEngine<HardwareTiles, Bf16>>();
 }
 
 }  // namespace jax_varlen

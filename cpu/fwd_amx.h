@@ -90,14 +90,15 @@ void TileProducts(Rows<uint32_t> a, const float* b, int64_t words, bool from_zer
   }
 }
 
-template <typename Tiles>
+template <typename Tiles, typename Kv>
 struct AmxEngine {
   typedef Bf16 Data;
+  typedef Kv KvData;
   typedef Bf16Op Op;
   typedef uint32_t Word;
   static constexpr int64_t kAlign = 2 * kTileWords;
 
-  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bf16Engine::LoadWords(row, word, dims); }
+  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bf16Engine<Kv>::LoadWords(row, word, dims); }
 
   static int64_t Words(int64_t head_dim) { return RoundUp((head_dim + 1) / 2, kTileWords); }
   static int64_t OutputRows(int64_t dims) { return RoundUp(dims, kTileRows); }
@@ -106,23 +107,23 @@ struct AmxEngine {
   static void Begin() { Tiles::Configure(); }
   static void End() { Tiles::Release(); }
 
-  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+  static Rows<Word> PackK(const KeyTile<typename Kv::T>& k, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(Words(dims));
     for (int64_t n = begin / kAlign * kAlign; n < RoundUp(end, kAlign); ++n) {
       const bool real = n >= begin && n < end;
       for (int64_t w = 0; w < Words(dims); w += kTileWords)
-        Store(packed + n * stride + w, real ? LoadWords16(k + n * row_stride, w, dims) : U{});
+        Store(packed + n * stride + w, real ? LoadWords16<Kv>(k[n], w, dims) : U{});
     }
     return {packed, stride};
   }
 
-  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+  static Rows<Word> PackV(const KeyTile<typename Kv::T>& v, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     constexpr int64_t kStride = kTileKeys / 2;
-    const auto row = [=](int64_t n) { return n >= begin && n < end ? v + n * row_stride : nullptr; };
+    const auto row = [&](int64_t n) { return n >= begin && n < end ? v[n] : nullptr; };
     for (int64_t n = begin / kAlign * kAlign; n < end; n += kAlign)
       for (int64_t c = 0; c < dims; c += kTileRows) {
         F r[kLanes];
-        for (int i = 0; i < kLanes; ++i) r[i] = Bits<F>(LoadPairs(row(n + 2 * i), row(n + 2 * i + 1), c, dims));
+        for (int i = 0; i < kLanes; ++i) r[i] = Bits<F>(LoadPairs<Kv>(row(n + 2 * i), row(n + 2 * i + 1), c, dims));
         Transpose(r);
         for (int i = 0; i < kLanes; ++i) Store(packed + (c + i) * kStride + n / 2, r[i]);
       }

@@ -6,15 +6,8 @@
 
 namespace jax_varlen {
 
-FwdKernel FwdAvx2(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16:
-      return KernelOf<FmaEngine<Bf16>>();
-    case DType::kF16:
-      return KernelOf<FmaEngine<F16>>();
-    default:
-      return KernelOf<FmaEngine<F32>>();
-  }
+FwdKernel FwdAvx2(DType dtype, DType kv_dtype) {
+  return FmaKernelOf(dtype, kv_dtype);
 }
 
 }  // namespace jax_varlen

@@ -6,8 +6,8 @@
 
 namespace jax_varlen {
 
-FwdKernel FwdAvx512Bf16() {
-  return KernelOf<Bf16Engine>();
+FwdKernel FwdAvx512Bf16(DType kv_dtype) {
+  return kv_dtype == DType::kE4M3 ? KernelOf<Bf16Engine<E4M3>>() : KernelOf<Bf16Engine<Bf16>>();
 }
 
 }  // namespace jax_varlen

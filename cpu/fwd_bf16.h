@@ -6,27 +6,30 @@
 namespace jax_varlen {
 namespace {
 
-// kLanes words of a row of bfloat16, from its word `word` on; zeros beyond dims.
-inline U LoadWords16(const uint16_t* row, int64_t word, int64_t dims) {
+// kLanes bfloat16, each in 32 bits; those beyond n are zeros. Every float8_e4m3fn is a bfloat16 too.
+template <typename D>
+inline U LoadHalves(const typename D::T* p, int64_t n) {
+  return Bits<U>(LoadSome<D>(p, n)) >> 16;
+}
+
+// kLanes words of a row, from its word `word` on; zeros beyond dims.
+template <typename D>
+inline U LoadWords16(const typename D::T* row, int64_t word, int64_t dims) {
   const int64_t n = dims - 2 * word;
-  if (n >= 2 * kLanes) return LoadAs<U>(row + 2 * word);
-  uint16_t padded[2 * kLanes] = {};
-  if (n > 0) memcpy(padded, row + 2 * word, n * sizeof *row);
-  return LoadAs<U>(padded);
+  if constexpr (sizeof(typename D::T) == sizeof(uint16_t))
+    if (n >= 2 * kLanes) return LoadAs<U>(row + 2 * word);
+  uint16_t words[2 * kLanes] = {};
+  for (int64_t i = 0; i < 2 * kLanes && i < n; i += kLanes)
+    Store(words + i, __builtin_convertvector(LoadHalves<D>(row + 2 * word + i, n - i), H));
+  return LoadAs<U>(words);
 }
 
 // Two rows of v, dims c .. c + kLanes, as pairs. A null row is zeros.
-inline U LoadPairs(const uint16_t* low, const uint16_t* high, int64_t c, int64_t dims) {
-  U pairs[2] = {};
-  const uint16_t* const rows[2] = {low, high};
-  for (int i = 0; i < 2; ++i) {
-    if (rows[i] == nullptr) continue;
-    uint16_t padded[kLanes] = {};
-    const bool whole = c + kLanes <= dims;
-    if (!whole) memcpy(padded, rows[i] + c, (dims - c) * sizeof *padded);
-    pairs[i] = __builtin_convertvector(LoadAs<H>(whole ? rows[i] + c : padded), U);
-  }
-  return pairs[0] | (pairs[1] << 16);
+template <typename D>
+inline U LoadPairs(const typename D::T* low, const typename D::T* high, int64_t c, int64_t dims) {
+  const U first = low == nullptr ? U{} : LoadHalves<D>(low + c, dims - c);
+  const U second = high == nullptr ? U{} : LoadHalves<D>(high + c, dims - c);
+  return first | (second << 16);
 }
 
 struct Bf16Op {
@@ -44,8 +47,10 @@ struct Bf16Op {
   }
 };
 
+template <typename Kv>
 struct Bf16Engine {
   typedef Bf16 Data;
+  typedef Kv KvData;
   typedef Bf16Op Op;
   typedef uint32_t Word;
   static constexpr int64_t kAlign = 2;
@@ -57,22 +62,21 @@ struct Bf16Engine {
   static void Begin() {}
   static void End() {}
 
-  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bits<F>(LoadWords16(row, word, dims)); }
+  static F LoadWords(const uint16_t* row, int64_t word, int64_t dims) { return Bits<F>(LoadWords16<Bf16>(row, word, dims)); }
 
-  static Rows<Word> PackK(const uint16_t* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+  static Rows<Word> PackK(const KeyTile<typename Kv::T>& k, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(Words(dims));
     for (int64_t n = begin; n < end; ++n)
-      for (int64_t w = 0; w < Words(dims); w += kLanes)
-        Store(packed + n * stride + w, LoadWords16(k + n * row_stride, w, dims));
+      for (int64_t w = 0; w < Words(dims); w += kLanes) Store(packed + n * stride + w, LoadWords16<Kv>(k[n], w, dims));
     return {packed, stride};
   }
 
-  static Rows<Word> PackV(const uint16_t* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+  static Rows<Word> PackV(const KeyTile<typename Kv::T>& v, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(dims);
     for (int64_t n = begin / 2 * 2; n < end; n += 2) {
-      const uint16_t* low = n < begin ? nullptr : v + n * row_stride;
-      const uint16_t* high = n + 1 < end ? v + (n + 1) * row_stride : nullptr;
-      for (int64_t c = 0; c < dims; c += kLanes) Store(packed + n / 2 * stride + c, LoadPairs(low, high, c, dims));
+      const auto* low = n < begin ? nullptr : v[n];
+      const auto* high = n + 1 < end ? v[n + 1] : nullptr;
+      for (int64_t c = 0; c < dims; c += kLanes) Store(packed + n / 2 * stride + c, LoadPairs<Kv>(low, high, c, dims));
     }
     return {packed, stride};
   }

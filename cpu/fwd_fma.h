@@ -25,6 +25,11 @@ struct F16 {
   static void StoreVector(F x, uint16_t* p) { ToF16(x, p); }
 };
 
+struct E4M3 {
+  typedef uint8_t T;
+  static F LoadVector(const uint8_t* p) { return FromE4M3(p); }
+};
+
 // kLanes elements of which only n are there.
 template <typename D>
 inline F LoadSome(const typename D::T* p, int64_t n) {
@@ -40,9 +45,11 @@ struct FmaOp {
   static F Dot(F acc, F b, float a) { return acc + b * a; }
 };
 
-template <typename D>
+// D is the dtype of q and out, Kv that of k and v.
+template <typename D, typename Kv = D>
 struct FmaEngine {
   typedef D Data;
+  typedef Kv KvData;
   typedef FmaOp Op;
   typedef float Word;
   static constexpr int64_t kAlign = 1;  // of the keys that the inner products take at a time
@@ -56,22 +63,21 @@ struct FmaEngine {
 
   static F LoadWords(const typename D::T* row, int64_t word, int64_t dims) { return LoadSome<D>(row + word, dims - word); }
 
-  // Rows begin .. end as floats. A row of floats serves as it lies, where it is read along its length.
-  static Rows<Word> PackK(const typename D::T* k, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
-    if constexpr (sizeof(typename D::T) == sizeof(Word))
-      return {k, row_stride};
-    else
-      return PackV(k, row_stride, dims, begin, end, packed);
+  // Keys begin .. end as floats. Rows of floats serve as they lie, where they are read along their length.
+  static Rows<Word> PackK(const KeyTile<typename Kv::T>& k, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+    if constexpr (sizeof(typename Kv::T) == sizeof(Word))
+      if (k.keys->consecutive) return {k[begin] - begin * k.stride, k.stride};
+    return PackV(k, dims, begin, end, packed);
   }
 
-  static Rows<Word> PackV(const typename D::T* v, int64_t row_stride, int64_t dims, int64_t begin, int64_t end, Word* packed) {
+  static Rows<Word> PackV(const KeyTile<typename Kv::T>& v, int64_t dims, int64_t begin, int64_t end, Word* packed) {
     const int64_t stride = RowStride(dims);
     for (int64_t n = begin; n < end; ++n) {
-      const typename D::T* row = v + n * row_stride;
+      const typename Kv::T* row = v[n];
       Word* to = packed + n * stride;
       int64_t c = 0;
-      for (; c + kLanes <= dims; c += kLanes) Store(to + c, D::LoadVector(row + c));
-      if (c < dims) Store(to + c, LoadSome<D>(row + c, dims - c));
+      for (; c + kLanes <= dims; c += kLanes) Store(to + c, Kv::LoadVector(row + c));
+      if (c < dims) Store(to + c, LoadSome<Kv>(row + c, dims - c));
     }
     return {packed, stride};
   }

@@ -33,19 +33,20 @@ struct Buffers {
   }
 };
 
-// While the tile that ends at key `end` is worked on: the next one, or what follows the last.
+// While the tile that ends at key `end` is worked on: the next one, whose keys are found with it, or what follows the last.
 template <typename Engine>
-void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end, Fetcher* fetcher) {
-  constexpr int64_t kElement = sizeof(typename Engine::Data::T);
+void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end, KeyRows* keys,
+                 Fetcher* fetcher) {
+  constexpr int64_t kElement = sizeof(typename Engine::Data::T), kKvElement = sizeof(typename Engine::KvData::T);
   fetcher->Clear();
-  if (end < key_end) return FetchKeys(p, item, end, Min(end + kTileKeys, key_end), kElement, fetcher);
+  if (end < key_end) return FetchKeys(p, item, end, 0, Min(key_end - end, kTileKeys), kKvElement, keys, fetcher);
   FetchRows(p, item, p.out, p.head_dim_v, kElement, fetcher);
   if (next == nullptr) return;
   const int64_t token = next->row_begin / (p.num_heads / p.num_kv_heads);
   int64_t first = 0;
   if (p.window_left >= 0) first = Max(first, token + next->len_k - next->len_q - p.window_left);
   FetchRows(p, *next, p.q, p.head_dim, kElement, fetcher);
-  FetchKeys(p, *next, first, Min(first + kTileKeys, next->len_k), kElement, fetcher);
+  FetchKeys(p, *next, first, 0, Min(next->len_k - first, kTileKeys), kKvElement, keys, fetcher);
 }
 
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
@@ -77,13 +78,16 @@ template <typename Engine>
 void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
   typedef typename Engine::Word Word;
   typedef typename Engine::Data::T T;
+  typedef typename Engine::KvData::T KvT;
   const Buffers<Engine> sizes(p);
-  const LogitRule rule = MakeLogitRule(p);
+  const LogitRule rule = MakeLogitRule(p, item.kv_head);
   const int64_t num_strips = RoundUp(item.row_end - item.row_begin, kStripRows) / kStripRows;
   Strip* strips = Take<Strip>(num_strips, &scratch);
   Word* k_packed = Take<Word>(sizes.k_words, &scratch);
   Word* v_packed = Take<Word>(sizes.v_words, &scratch);
   float* s = Take<float>(sizes.s_floats, &scratch);
+  KeyRows tile_keys[2];
+  KeyRows *keys = tile_keys, *next_keys = tile_keys + 1;
   Fetcher fetcher;
 
   Engine::Begin();
@@ -99,27 +103,43 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
     key_end = Max(key_end, strip->key_end);
   }
 
-  for (int64_t tile = key_begin / kTileKeys * kTileKeys; tile < key_end; tile += kTileKeys) {
+  const int64_t first_tile = key_begin / kTileKeys * kTileKeys;
+  FindKeys(p, item, first_tile, key_begin - first_tile, Min(key_end - first_tile, kTileKeys), keys);
+  for (int64_t tile = first_tile; tile < key_end; tile += kTileKeys) {
     const int64_t first = Max(key_begin - tile, int64_t{0}), last = Min(key_end - tile, kTileKeys);
-    const int64_t row = (item.first_k + tile) * p.num_kv_heads + item.kv_head;
-    const T* k_row = static_cast<const T*>(p.k) + row * p.head_dim;
-    const T* v_row = static_cast<const T*>(p.v) + row * p.head_dim_v;
-    const Rows<Word> k = Engine::PackK(k_row, p.num_kv_heads * p.head_dim, p.head_dim, first, last, k_packed);
-    const Rows<Word> v = Engine::PackV(v_row, p.num_kv_heads * p.head_dim_v, p.head_dim_v, first, last, v_packed);
-    PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, &fetcher);
+    const Rows<Word> k = Engine::PackK(TileOf<KvT>(p.k, p, item, p.head_dim, keys), p.head_dim, first, last, k_packed);
+    const Rows<Word> v = Engine::PackV(TileOf<KvT>(p.v, p, item, p.head_dim_v, keys), p.head_dim_v, first, last, v_packed);
+    PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, next_keys, &fetcher);
     for (int64_t i = 0; i < num_strips; ++i) {
       const int64_t begin = Max(strips[i].key_begin - tile, int64_t{0});
       const int64_t end = Min(strips[i].key_end - tile, kTileKeys);
       if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
     }
+    Swap(&keys, &next_keys);
   }
-  for (int64_t i = 0; i < num_strips; ++i) FinishStrip<typename Engine::Data>(p, strips[i]);
+  for (int64_t i = 0; i < num_strips; ++i) FinishStrip<typename Engine::Data>(p, item.kv_head, strips[i]);
   Engine::End();
 }
 
 template <typename Engine>
 constexpr FwdKernel KernelOf() {
   return {RunItem<Engine>, ScratchBytes<Engine>, kStripRows};
+}
+
+template <typename D>
+constexpr FwdKernel FmaKernelOf(DType kv_dtype) {
+  return kv_dtype == DType::kE4M3 ? KernelOf<FmaEngine<D, E4M3>>() : KernelOf<FmaEngine<D>>();
+}
+
+inline FwdKernel FmaKernelOf(DType dtype, DType kv_dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return FmaKernelOf<Bf16>(kv_dtype);
+    case DType::kF16:
+      return FmaKernelOf<F16>(kv_dtype);
+    default:
+      return FmaKernelOf<F32>(kv_dtype);
+  }
 }
 
 }  // namespace

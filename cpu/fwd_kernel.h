@@ -13,7 +13,7 @@ namespace jax_varlen {
 struct FwdItem {
   int64_t sequence;
   int64_t kv_head;
-  int64_t first_q, first_k;    // rows of the arrays where the sequence begins
+  int64_t first_q, first_k;    // rows of the arrays where the sequence begins; first_k is 0 with a block table
   int64_t len_q, len_k;        // used lengths
   int64_t row_begin, row_end;  // row_begin is a multiple of FwdKernel::strip_rows
 };
@@ -25,10 +25,10 @@ struct FwdKernel {
   int64_t strip_rows;
 };
 
-FwdKernel FwdGeneric(DType dtype);
-FwdKernel FwdAvx2(DType dtype);
-FwdKernel FwdAvx512(DType dtype);
-FwdKernel FwdAvx512Bf16();
-FwdKernel FwdAmx();
+FwdKernel FwdGeneric(DType dtype, DType kv_dtype);
+FwdKernel FwdAvx2(DType dtype, DType kv_dtype);
+FwdKernel FwdAvx512(DType dtype, DType kv_dtype);
+FwdKernel FwdAvx512Bf16(DType kv_dtype);
+FwdKernel FwdAmx(DType kv_dtype);
 
 }  // namespace jax_varlen

@@ -12,8 +12,6 @@
 namespace jax_varlen {
 namespace {
 
-constexpr int64_t kTileKeys = 96;
-
 // What the inner products read of a tile: row n is key n (a dim in AmxEngine's v).
 template <typename Word>
 struct Rows {

@@ -63,7 +63,7 @@ FwdItem FwdPlan::ItemOf(const Chunk& chunk, int64_t kv_head) const {
   return {b,
           kv_head,
           params_.cu_seqlens_q[b],
-          params_.cu_seqlens_k[b],
+          params_.block_size > 0 ? 0 : params_.cu_seqlens_k[b],
           UsedLength(params_.cu_seqlens_q, params_.seqused_q, b),
           UsedLength(params_.cu_seqlens_k, params_.seqused_k, b),
           chunk.row_begin,

@@ -13,9 +13,9 @@ struct LogitRule {
   bool softcap, alibi;
 };
 
-inline LogitRule MakeLogitRule(const FwdParams& p) {
+inline LogitRule MakeLogitRule(const FwdParams& p, int64_t kv_head) {
   const bool softcap = p.softcap > 0;
-  const float scale = *p.softmax_scale;
+  const float scale = *p.softmax_scale * (p.k_scale == nullptr ? 1.0f : p.k_scale[kv_head]);
   return {softcap ? scale / p.softcap : scale * kLog2E, p.softcap * kLog2E, softcap, p.alibi_slopes != nullptr};
 }
 

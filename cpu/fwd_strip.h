@@ -128,12 +128,14 @@ inline Finished FinishVector(const FwdParams& p, const Strip& strip, int64_t lan
 }
 
 template <typename D>
-void FinishStrip(const FwdParams& p, const Strip& strip) {
+void FinishStrip(const FwdParams& p, int64_t kv_head, const Strip& strip) {
   typedef typename D::T T;
   const int64_t dims = p.head_dim_v;
+  const float v_scale = p.v_scale == nullptr ? 1.0f : p.v_scale[kv_head];
   for (int64_t lane = 0; lane < strip.stride(); lane += kLanes) {
     const int64_t rows = Min<int64_t>(kLanes, strip.rows - lane);
     const Finished done = FinishVector(p, strip, lane);
+    const F inverse = done.inverse * v_scale;
     for (int64_t i = 0; i < rows; ++i) p.lse[strip.head[lane + i] * p.total_q + strip.q_row[lane + i]] = done.lse[i];
     for (int64_t c = 0; c < dims; c += kLanes) {
       F r[kLanes];
@@ -141,7 +143,7 @@ void FinishStrip(const FwdParams& p, const Strip& strip) {
         if (strip.empty || c + i >= dims) {
           r[i] = F{};
         } else {
-          const F o = Load(strip.o + (c + i) * strip.stride() + lane) * done.inverse;
+          const F o = Load(strip.o + (c + i) * strip.stride() + lane) * inverse;
           r[i] = done.row_sum == 0.0f ? F{} : o;
         }
       }

@@ -86,25 +86,25 @@ const char* IsaName(Isa isa) {
   return kNames[static_cast<int>(isa)];
 }
 
-FwdKernel FwdKernelFor(Isa isa, DType dtype) {
+FwdKernel FwdKernelFor(Isa isa, const FwdParams& p) {
 #if defined(__x86_64__)
-  if (dtype == DType::kBF16 && isa == Isa::kAmx) return FwdAmx();
-  if (dtype == DType::kBF16 && isa == Isa::kAvx512Bf16) return FwdAvx512Bf16();
-  if (isa >= Isa::kAvx512) return FwdAvx512(dtype);
-  if (isa == Isa::kAvx2) return FwdAvx2(dtype);
+  if (p.dtype == DType::kBF16 && isa == Isa::kAmx) return FwdAmx(p.kv_dtype);
+  if (p.dtype == DType::kBF16 && isa == Isa::kAvx512Bf16) return FwdAvx512Bf16(p.kv_dtype);
+  if (isa >= Isa::kAvx512) return FwdAvx512(p.dtype, p.kv_dtype);
+  if (isa == Isa::kAvx2) return FwdAvx2(p.dtype, p.kv_dtype);
 #endif
   (void)isa;
-  return FwdGeneric(dtype);
+  return FwdGeneric(p.dtype, p.kv_dtype);
 }
 
 // In float32 products, whatever the dtype: dS rounded to bfloat16 would lose what dP - delta leaves.
-BwdKernel BwdKernelFor(Isa isa, DType dtype) {
+BwdKernel BwdKernelFor(Isa isa, const FwdParams& p) {
 #if defined(__x86_64__)
-  if (isa >= Isa::kAvx512) return BwdAvx512(dtype);
-  if (isa == Isa::kAvx2) return BwdAvx2(dtype);
+  if (isa >= Isa::kAvx512) return BwdAvx512(p.dtype);
+  if (isa == Isa::kAvx2) return BwdAvx2(p.dtype);
 #endif
   (void)isa;
-  return BwdGeneric(dtype);
+  return BwdGeneric(p.dtype);
 }
 
 }  // namespace jax_varlen

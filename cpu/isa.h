@@ -18,7 +18,7 @@ struct IsaChoice {
 // The fastest that the processor and the operating system offer, or the one that JAX_VARLEN_CPU_ISA names.
 const IsaChoice& ChosenIsa();
 const char* IsaName(Isa isa);
-FwdKernel FwdKernelFor(Isa isa, DType dtype);
-BwdKernel BwdKernelFor(Isa isa, DType dtype);
+FwdKernel FwdKernelFor(Isa isa, const FwdParams& params);
+BwdKernel BwdKernelFor(Isa isa, const FwdParams& params);
 
 }  // namespace jax_varlen

@@ -1,4 +1,4 @@
-// The values of cu_seqlens and seqused, which XLA only knows when it runs.
+// The values of cu_seqlens, seqused and block_table, which XLA only knows when it runs.
 #pragma once
 
 #include <string>
@@ -7,10 +7,13 @@
 
 namespace jax_varlen {
 
-// A sentence about the first wrong value in the offsets and used lengths; empty when all are right.
+// A sentence about the first wrong value in the offsets, the used lengths and the block table; empty when all are right.
 std::string CheckOffsets(const FwdParams& params);
 
-// The rows of a sequence that count. seqused may be null.
+// The same about the first token that has no place in the pools.
+std::string CheckAppend(const AppendParams& params);
+
+// The rows of a sequence that count. One of the two may be null.
 int64_t UsedLength(const int32_t* cu_seqlens, const int32_t* seqused, int64_t sequence);
 
 }  // namespace jax_varlen

@@ -16,6 +16,7 @@ typedef float F __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t H __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t B __attribute__((vector_size(kLanes)));
 
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
@@ -29,6 +30,12 @@ T Min(T a, T b) {
 template <typename T>
 T Max(T a, T b) {
   return a < b ? b : a;
+}
+
+template <typename T>
+void Swap(T* a, T* b) {
+  const T c = *a;
+  *a = *b, *b = c;
 }
 
 constexpr int64_t RoundUp(int64_t x, int64_t multiple) {
@@ -107,6 +114,27 @@ inline void PortableToF16(F x, uint16_t* p) {
   const U infinite = U{} + 0x7c00u, nan = U{} + 0x7e00u;
   const U bits = magnitude < 0x47800000u ? finite : magnitude <= 0x7f800000u ? infinite : nan;
   Store(p, __builtin_convertvector(bits | sign, H));
+}
+
+// float8_e4m3fn in integer arithmetic, but for a subnormal, which is the difference of two normal numbers.
+inline F PortableFromE4M3(const uint8_t* p) {
+  const U x = __builtin_convertvector(LoadAs<B>(p), U);
+  const U magnitude = x & 0x7fu;
+  const U normal = (magnitude << 20) + (U{} + (120u << 23));
+  const U subnormal = Bits<U>(Bits<F>(normal + (1u << 23)) - 0x1p-6f);
+  const U bits = magnitude < 8u ? subnormal : magnitude < 0x7fu ? normal : U{} + 0x7fc00000u;
+  return Bits<F>(bits | ((x & 0x80u) << 24));
+}
+
+// float8_e4m3fn: rounds to nearest even; what lies beyond 448 becomes 448, and NaN stays NaN.
+inline void ToE4M3(F x, uint8_t* p) {
+  const U u = Bits<U>(x), sign = (u >> 24) & 0x80u, magnitude = u & 0x7fffffffu;
+  const U subnormal = Bits<U>(Bits<F>(magnitude) + 0x1p14f) - 0x46800000u;  // in units of 2^-9
+  const U normal = (magnitude - (120u << 23) + (((magnitude >> 20) & 1u) + 0x7ffffu)) >> 20;
+  const U finite = magnitude < 0x3c800000u ? subnormal : normal;
+  const U largest = U{} + 0x7eu, nan = U{} + 0x7fu;
+  const U bits = magnitude < 0x43e00000u ? finite : magnitude <= 0x7f800000u ? largest : nan;
+  Store(p, __builtin_convertvector(bits | sign, B));
 }
 
 // p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125, NaN for NaN. shifter holds n in its low bits.

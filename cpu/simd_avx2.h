@@ -21,6 +21,13 @@ inline F FromF16(const uint16_t* p) {
 inline void ToF16(F x, uint16_t* p) {
   Store(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
 }
+// As a float16, whose exponent has one bit more: its value is then 2^-8 of the right one.
+inline F FromE4M3(const uint8_t* p) {
+  const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xbfff));
+  const __m128i is_nan = _mm_cmpeq_epi16(_mm_slli_epi16(high, 1), _mm_set1_epi16((short)0xfe00));
+  return (F)_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7c00)))) * 256.0f;
+}
 inline F Scale(F p, F shifter, F x) {
   return PortableScale(p, shifter, x);
 }

@@ -24,6 +24,14 @@ inline F FromF16(const uint16_t* p) {
 inline void ToF16(F x, uint16_t* p) {
   Store(p, _mm512_maskz_cvtps_ph(kAll, (__m512)x, _MM_FROUND_TO_NEAREST_INT));
 }
+// As a float16, whose exponent has one bit more: its value is then 2^-8 of the right one.
+inline F FromE4M3(const uint8_t* p) {
+  const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbfff));
+  const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(high, 1), _mm256_set1_epi16((short)0xfe00));
+  const __m256i bits = _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7c00)));
+  return (F)_mm512_maskz_cvtph_ps(kAll, bits) * 256.0f;
+}
 
 inline F Scale(F p, F shifter, F x) {
   const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)Set(-125.0f), _CMP_GE_OQ);

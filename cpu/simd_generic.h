@@ -23,6 +23,9 @@ inline F FromF16(const uint16_t* p) {
 inline void ToF16(F x, uint16_t* p) {
   PortableToF16(x, p);
 }
+inline F FromE4M3(const uint8_t* p) {
+  return PortableFromE4M3(p);
+}
 inline F Scale(F p, F shifter, F x) {
   return PortableScale(p, shifter, x);
 }

@@ -11,8 +11,6 @@
 //   dS warps   dQ(i - 1)   dP(i)         dS(i)   dK(i)
 #pragma once
 
-#include <cstdlib>
-
 #include "bwd_sm80.h"
 #include "params.h"
 #include "schedule.h"
@@ -382,9 +380,6 @@ cudaError_t LaunchBwdSm80(const BwdParams& params, const WorkList& list, const T
   const int64_t head_dim = params.fwd.head_dim > params.fwd.head_dim_v ? params.fwd.head_dim : params.fwd.head_dim_v;
   if (head_dim <= 64) return LaunchBwdSm80Fitting<T, BwdTile64, BwdTile64Small>(params, list, turns, smem_bytes, stream);
   if (head_dim <= 128) return LaunchBwdSm80Fitting<T, BwdTile128, BwdTile128Small>(params, list, turns, smem_bytes, stream);
-  // The small tile of this width has not been seen right on a device yet: only who asks for small tiles gets it.
-  if (BwdTile256::kSmemBytes + kStaticSmemBytes > smem_bytes && !std::getenv("JAX_VARLEN_CUDA_SMEM"))
-    return cudaErrorNotSupported;
   return LaunchBwdSm80Fitting<T, BwdTile256, BwdTile256Small>(params, list, turns, smem_bytes, stream);
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "schedule.h"
 
 namespace jax_varlen {
 
@@ -19,6 +20,18 @@ struct alignas(16) Tile {
   int k_begin;  // the same for its keys
   int k_owned;
   int k_used;
+};
+
+// One entry of the work list of the decode kernel: up to kDecodeRows pairs of a query and a head of its group, and the steps of
+// keys that they see. `tile.row` is the first pair; pair r is query r / group and head r % group of every kv head's group. Rows
+// that belong to nobody are a tile too, of a sequence >= batch without keys.
+struct alignas(16) DecodeTile {
+  Tile tile;
+  int first_step;
+  int steps;           // for each kv head, at least one
+  int64_t first_unit;  // units of all tiles and kv heads before
+
+  __device__ __forceinline__ int UnitsPerHead(const FwdParams& p) const { return p.batch_invariant ? 1 : steps; }
 };
 
 struct KeyRange {

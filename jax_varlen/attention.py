@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -30,6 +29,8 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes=None,
     sinks=None,
+    k_scale=None,
+    v_scale=None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -49,13 +50,16 @@ def varlen_attention(
     - `q`: `(total_q, num_heads, head_dim)`, the tokens of all sequences behind each other; float32, bfloat16 or float16 (on a
         GPU bfloat16 or float16).
     - `k`, `v`: `(total_k, num_kv_heads, head_dim)` and `(total_k, num_kv_heads, head_dim_v)`. Query head `h` reads kv head
-        `h // (num_heads // num_kv_heads)`. With `block_table` they are pools of KV blocks
-        `(num_blocks, block_size, num_kv_heads, head_dim[_v])`; these have no kernel yet.
+        `h // (num_heads // num_kv_heads)`. With `block_table` they are the pools of a paged KV cache,
+        `(num_blocks, block_size, num_kv_heads, head_dim)` and `(..., head_dim_v)`, of the dtype of `q` or float8_e4m3fn.
     - `cu_seqlens_q`: integers `(batch + 1,)`; sequence `b` owns the rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]` of `q`.
         Other rows belong to nobody: their `out` is 0, their `lse` is -inf.
-    - `cu_seqlens_k`: the same for `k` and `v`; by default `cu_seqlens_q`.
+    - `cu_seqlens_k`: the same for `k` and `v`; by default `cu_seqlens_q`. With `block_table` its differences are the lengths
+        of the sequences, and it may be left out where `seqused_k` is given.
     - `seqused_q`, `seqused_k`: integers `(batch,)`; only the first `seqused[b]` rows of a sequence count. By default all.
-    - `block_table`: integers `(batch, max_blocks)`; logical block `p` of sequence `b` is pool block `block_table[b, p]`.
+    - `block_table`: integers `(batch, max_blocks)`; key `j` of sequence `b` is row `j % block_size` of block
+        `block_table[b, j // block_size]` of the pools. Entries behind the last block that holds a key may be anything, and what
+        stands in a block behind the last key is not read. Forward only: there is no gradient.
     - `softmax_scale`: a number or a scalar array, by default `head_dim ** -0.5`.
     - `causal`: a query sees no later key.
     - `window_size`: `(left, right)` in tokens, both ends included, None (or -1) for no bound. A window of W tokens that ends
@@ -63,7 +67,11 @@ def varlen_attention(
     - `softcap`: a positive number, or None.
     - `alibi_slopes`: float32 `(num_heads,)` or `(batch, num_heads)`.
     - `sinks`: `(num_heads,)`, one extra logit per query head that takes part in the denominator only.
-    - `deterministic`: bitwise repeatable gradients. The forward pass always is.
+    - `k_scale`, `v_scale`: numbers or float32 `(num_kv_heads,)`, what the elements of float8_e4m3fn pools are multiplied by; by
+        default 1.
+    - `deterministic`: bitwise repeatable gradients. The forward pass always is; with `block_table` and on a GPU the bits of a
+        sequence may depend on the lengths of the others, and this flag makes them depend on its own inputs alone: then its
+        keys are not divided among multiprocessors, which is slow for few long sequences.
     - `return_lse`: whether to return `lse` too.
 
     **Returns:** `out (total_q, num_heads, head_dim_v)` in the dtype of `q`; with `return_lse`, `(out, lse)` with
@@ -71,18 +79,28 @@ def varlen_attention(
     `lse` is the sink).
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
-    build or platform cannot do. Wrong values in offsets are errors on CPU, and at trace time for NumPy arrays; on a GPU they
-    are clamped, or make every row nobody's where they fall, and never read or write outside the arrays.
+    build or platform cannot do. Wrong values in offsets and block tables are errors on CPU, and at trace time for NumPy
+    arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
+    arrays.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
-    arXiv:2309.17453, as a learnt logit per head.
+    arXiv:2309.17453, as a learnt logit per head; paged KV cache: Kwon et al., arXiv:2309.06180.
 
     !!! example
 
         ```python
         lengths = jnp.array([3, 500, 41])
         out = jax_varlen.varlen_attention(q, k, v, jax_varlen.cu_seqlens_from_lengths(lengths), causal=True)
+        ```
+
+        One new token of each sequence, whose key is in the cache already:
+
+        ```python
+        cu_seqlens_q = jnp.arange(batch + 1)
+        out = jax_varlen.varlen_attention(
+            q, k_pool, v_pool, cu_seqlens_q, seqused_k=lengths, block_table=block_table, causal=True
+        )
         ```
     """
     if cu_seqlens_q is None:
@@ -94,27 +112,24 @@ def varlen_attention(
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
-        "block_table": block_table,
     }
-    ops = {"q": _array("q", q), "k": _array("k", k), "v": _array("v", v)}
+    ops = {name: shapes.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ops |= {name: shapes.as_int32(name, x) for name, x in offsets.items() if x is not None}
+    if block_table is not None:
+        ops["block_table"] = shapes.as_block_table(block_table)
     if softmax_scale is not None:
         ops["softmax_scale"] = shapes.scale_value(softmax_scale)
     if alibi_slopes is not None:
         ops["alibi_slopes"] = shapes.as_slopes(alibi_slopes)
     if sinks is not None:
         ops["sinks"] = shapes.as_float32("sinks", sinks)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    ops |= {name: shapes.as_kv_scale(name, x, ops["k"]) for name, x in scales.items() if x is not None}
     left, right = shapes.window_bounds(window_size, causal)
     options = Options(left, right, shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic))
     shapes.check_values(ops)
     results: Any = _attention(options, primitives.same_varying(ops))
     return results if shapes.flag("return_lse", return_lse) else results[0]
-
-
-def _array(name: str, x) -> jax.Array:
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-    return jnp.asarray(x)
 
 
 class Options(NamedTuple):
@@ -125,21 +140,23 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def of_fwd(self) -> dict[str, Any]:
-        return {name: x for name, x in self._asdict().items() if name != "deterministic"}
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, ops: dict[str, jax.Array]):
-    return primitives.fwd(ops, **options.of_fwd())
+    return primitives.fwd(ops, **options._asdict())
 
 
 def _attention_fwd(options: Options, ops):
     for name, advice in _NO_GRADIENT.items():
         if name in ops and ops[name].perturbed:
             raise NotImplementedError(f"{name} has no gradient. {advice}")
+    if "block_table" in ops and any(x.perturbed for x in ops.values()):
+        raise NotImplementedError(
+            "With block_table varlen_attention has no gradient: a paged KV cache serves the forward pass alone. Give packed k "
+            "and v, or stop the gradient: jax.lax.stop_gradient(q), and so on."
+        )
     ops = {name: x.value for name, x in ops.items()}
-    out, lse = primitives.fwd(ops, **options.of_fwd())
+    out, lse = primitives.fwd(ops, **options._asdict())
     out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
     return (out, lse), (ops, out, lse)
 

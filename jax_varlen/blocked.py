@@ -21,32 +21,39 @@ def fwd(
     k: Array,
     v: Array,
     cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
+    cu_seqlens_k: Array | None,
     seqused_q: Array | None,
     seqused_k: Array | None,
     softmax_scale: Array,
     alibi_slopes: Array | None,
     sinks: Array | None,
+    block_table: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     window_left: int,
     window_right: int,
     softcap: float,
 ) -> tuple[Array, Array]:
     """out (total_q, num_heads, head_dim_v) in q's dtype and lse (num_heads, total_q) in float32."""
-    (total_q, num_heads, _), (total_k, num_kv_heads, head_dim_v) = q.shape, v.shape
+    (total_q, num_heads, _), (num_kv_heads, head_dim_v) = q.shape, v.shape[-2:]
     out = jnp.zeros_like(q, shape=(total_q, num_heads, head_dim_v))
     lse = jnp.full_like(q, -jnp.inf, jnp.float32, shape=(total_q, num_heads))
     if cu_seqlens_q.shape[0] == 1 or total_q == 0:
         return out, lse.T
-    if total_k == 0:  # one key that no row sees
+    if k.shape[0] == 0 or (block_table is not None and block_table.shape[1] == 0):  # one key, or block, that no row sees
         k, v = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (k, v))
+        seqused_k = jnp.zeros_like(cu_seqlens_q[1:])
+        block_table = None if block_table is None else seqused_k[:, None]
     offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right)
+    batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right, block_table)
     sinks = None if sinks is None else sinks.reshape(num_kv_heads, -1)
+    logit_scale = softmax_scale if k_scale is None else (softmax_scale * k_scale)[None, :, None, None]
 
     def step(tile: TileQ, carry):
         out, lse = carry
-        out_tile, lse_tile = _attend(tile, tile.read(q, num_kv_heads) * softmax_scale, k, v, sinks, softcap)
+        out_tile, lse_tile = _attend(tile, tile.read(q, num_kv_heads) * logit_scale, k, v, sinks, softcap)
+        out_tile = out_tile if v_scale is None else out_tile * v_scale[None, :, None, None]
         return tile.write(out, out_tile), tile.write(lse, lse_tile)
 
     out, lse = batch.for_each_tile(step, (out, lse))
@@ -72,7 +79,7 @@ def _attend(tile: TileQ, q, k, v, sinks, softcap: float):
         row_max, row_sum = full(-jnp.inf, shape=rows), full(0, shape=rows)
     else:
         row_max, row_sum = jnp.broadcast_to(sinks[:, :, None], rows), full(1, shape=rows)
-    row_max, row_sum, acc = tile.for_each_tile_k(step, (row_max, row_sum, full(0, shape=(*rows, v.shape[2]))))
+    row_max, row_sum, acc = tile.for_each_tile_k(step, (row_max, row_sum, full(0, shape=(*rows, v.shape[-1]))))
     empty = row_sum == 0
     row_sum = jnp.where(empty, 1, row_sum)
     out = acc / row_sum[..., None]

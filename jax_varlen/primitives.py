@@ -29,8 +29,12 @@ OPERANDS = (
     "softmax_scale",
     "alibi_slopes",
     "sinks",
+    "k_scale",
+    "v_scale",
 )
-BWD_OPERANDS = (*(name for name in OPERANDS if name not in ("block_table", "sinks")), "dout", "lse", "delta")
+FWD_ONLY = ("block_table", "sinks", "k_scale", "v_scale")
+BWD_OPERANDS = (*(name for name in OPERANDS if name not in FWD_ONLY), "dout", "lse", "delta")
+_INTEGERS = ("cu_seqlens_k", "seqused_q", "seqused_k", "block_table")  # of the operands that may be absent
 FWD_TARGET = "jax_varlen_fwd_v1"
 BWD_TARGET = "jax_varlen_bwd_v1"
 
@@ -73,14 +77,9 @@ def _cast_varying(x, axes: frozenset):
 
 
 @fwd_p.def_abstract_eval
-def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap):
+def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
-    if "block_table" in ops:
-        raise NotImplementedError(
-            "block_table (a paged KV cache) has no kernel in this version. jax_varlen.reference.varlen_attention computes it, "
-            "or gather the blocks of each sequence into packed k and v."
-        )
     q, v = ops["q"], ops["v"]
     return [_like(q, (*q.shape[:2], v.shape[-1]), q.dtype), _like(q, (q.shape[1], q.shape[0]), np.float32)]
 
@@ -102,14 +101,15 @@ def _like(aval, shape, dtype):
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
-fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap")))
-bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap", "deterministic")))
+_OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
+fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=_OPTIONS))
+bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=_OPTIONS))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
     """The operands with every default of the call made explicit; what stays absent is None."""
     ops = dict.fromkeys(OPERANDS) | ops
-    if ops["cu_seqlens_k"] is None:
+    if ops["cu_seqlens_k"] is None and ops["block_table"] is None:
         ops["cu_seqlens_k"] = ops["cu_seqlens_q"]
     if ops["softmax_scale"] is None:
         ops["softmax_scale"] = jnp.float32(ops["q"].shape[-1] ** -0.5)
@@ -124,13 +124,14 @@ def _lower(path: Callable) -> Callable:
     return mlir.lower_fun(lower, multiple_results=True)
 
 
-def _blocked_fwd(ops, **options):
-    return blocked.fwd(**_without(ops, "block_table"), **options)
+def _blocked_fwd(ops, *, deterministic, **options):
+    del deterministic  # It always is.
+    return blocked.fwd(**ops, **options)
 
 
 def _blocked_bwd(ops, *, deterministic, **options):
     del deterministic  # It always is.
-    return blocked.bwd(**_without(ops, "block_table", "sinks"), **options)
+    return blocked.bwd(**_without(ops, *FWD_ONLY), **options)
 
 
 def _without(ops, *names):
@@ -140,7 +141,7 @@ def _without(ops, *names):
 def _cpu_fwd(ops, **options):
     q, v = ops["q"], ops["v"]
     out, lse = _out_and_lse(q, v)
-    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options)
+    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options, **_batch_invariant(options))
 
 
 def _cpu_bwd(ops, *, deterministic, **options):
@@ -155,8 +156,13 @@ def _cuda_fwd(ops, **options):
     head_dim_v = ops["v"].shape[-1]
     ops = _pad_head_dims(ops, "q", "k", "v")
     q, v = ops["q"], ops["v"]
-    results = [*_out_and_lse(q, v), kernels.cuda_workspace(q.shape[0], ops["cu_seqlens_q"].shape[0])]
-    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options)
+    batch_and_1 = ops["cu_seqlens_q"].shape[0]
+    if ops["block_table"] is None:
+        workspace = kernels.cuda_workspace(q.shape[0], batch_and_1)
+    else:
+        workspace = kernels.cuda_paged_workspace(q.shape, v.shape, batch_and_1)
+    results = [*_out_and_lse(q, v), workspace]
+    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options, **_batch_invariant(options))
     return out[..., :head_dim_v], lse
 
 
@@ -184,8 +190,13 @@ def _head_dim(ops) -> int:
 
 
 def _pad_head_dims(ops, *names):
-    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of 8. Zeros change no logit and no other column."""
-    return ops | {name: jnp.pad(ops[name], ((0, 0), (0, 0), (0, -ops[name].shape[-1] % 8))) for name in names}
+    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of that. Zeros change no logit and no other column."""
+    multiple = 16 // ops["k"].dtype.itemsize
+    return ops | {name: _pad_last(ops[name], -ops[name].shape[-1] % multiple) for name in names}
+
+
+def _pad_last(x, columns: int):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
 
 
 def _out_and_lse(q, v):
@@ -197,7 +208,7 @@ def _struct(x) -> jax.ShapeDtypeStruct:
 
 
 def _fwd_operands(ops):
-    return [_present(name, ops[name]) for name in OPERANDS if name != "block_table"]
+    return [_present(name, ops[name]) for name in OPERANDS]
 
 
 def _bwd_operands(ops):
@@ -208,13 +219,18 @@ def _present(name: str, x):
     """An absent operand of the FFI call is an array of no elements."""
     if x is not None:
         return x
-    return jnp.zeros((0,), np.int32 if name.startswith("seqused") else np.float32)
+    return jnp.zeros((0,), np.int32 if name in _INTEGERS else np.float32)
 
 
-def _ffi_call(target: str, results, operands, options, **kwargs):
-    call = jax.ffi.ffi_call(target, results, **kwargs)
+def _batch_invariant(options) -> dict[str, Any]:
+    return {"batch_invariant": np.int64(options["deterministic"])}
+
+
+def _ffi_call(target: str, results, operands, options, input_output_aliases=None, **attributes):
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=input_output_aliases)
     return call(
         *operands,
+        **attributes,
         window_left=np.int64(options["window_left"]),
         window_right=np.int64(options["window_right"]),
         softcap=np.float32(options["softcap"]),

@@ -31,6 +31,8 @@ def varlen_attention(
     softcap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -48,12 +50,18 @@ def varlen_attention(
     A row that sees no key has out 0 and lse = sink, or -inf without sinks. A row that belongs to no sequence has out 0
     and lse -inf. What a row does not see, NaN and Inf included, reaches neither its result nor a gradient.
 
+    k and v are first multiplied by the k_scale and the v_scale of their kv head, where these are given.
+
     Arguments, shapes and results are those of `jax_varlen.varlen_attention`. It computes in float32, or in float64 for
     float64 inputs, and lse has that dtype. Everything of floating point is differentiable, paged keys and values too.
     `deterministic` changes nothing: the result always is. A call that is wrong there is a ValueError or TypeError here too.
     """
     _check_options(softmax_scale, softcap, causal=causal, deterministic=deterministic, return_lse=return_lse)
     left, right = _window(window_size, causal)
+    if k_scale is not None:
+        k = _scaled(k, k_scale)
+    if v_scale is not None:
+        v = _scaled(v, v_scale)
     arrays = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks)
     out, lse = _attention(*(x if x is None else jnp.asarray(x) for x in arrays), left, right, softcap)
     return (out, lse) if return_lse else out
@@ -182,6 +190,14 @@ def _contiguous(k, v, block_table, cu_seqlens_k, seqused_k):
     k, v = (jnp.take(x, block_table.reshape(-1), axis=0, mode="clip") for x in (k, v))
     k, v = (x.reshape(batch * capacity, *x.shape[2:]) for x in (k, v))
     return k, v, jnp.arange(batch + 1, dtype=jnp.int32) * capacity, seqused_k
+
+
+def _scaled(x, scale) -> Array:
+    """x (..., num_kv_heads, dim) times the scale of each head, in float32 (float64 for float64)."""
+    x, scale = jnp.asarray(x), jnp.asarray(scale)
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    scale = jnp.broadcast_to(scale.astype(dtype), x.shape[-2:-1]).reshape(*[1] * (x.ndim - 2), -1, 1)
+    return x.astype(dtype) * scale
 
 
 def _slopes_of_rows(alibi_slopes, owner, num_heads: int, dtype) -> Array:

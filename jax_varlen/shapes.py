@@ -1,8 +1,9 @@
-"""Every rule that a call of `varlen_attention` must keep, and the sentence that says how to mend a call that does not.
+"""Every rule that a call must keep, and the sentence that says how to mend a call that does not.
 
 `check_operands` holds the rules of shapes and dtypes; the primitive's abstract evaluation runs it, so the same error is
 raised in eager code, under `jit`, `grad` and `eval_shape`. The other functions turn one static option each into its
-normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time.
+normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time. All of this is for
+`varlen_attention`; `check_append_operands` and `check_append_values` do the same for `append_kv`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16", "float16")
+E4M3 = "float8_e4m3fn"  # of pools, beside the dtype of q
 UNBOUNDED = -1
 _INT32_MAX = 2**31 - 1
 
@@ -27,14 +29,18 @@ def check_operands(ops: Mapping[str, Any]) -> None:
 
     `ops` maps names of `varlen_attention`'s array arguments to anything with `shape` and `dtype`; absent ones are left out.
     """
-    _check_qkv(ops["q"], ops["k"], ops["v"], paged="block_table" in ops)
-    _check_dtypes(ops["q"], ops["k"], ops["v"])
+    paged = "block_table" in ops
+    _check_qkv(ops["q"], ops["k"], ops["v"], paged=paged)
+    _check_dtypes(ops["q"], ops["k"], ops["v"], paged=paged)
     batch = _check_offsets(ops)
     for name in ("seqused_q", "seqused_k"):
         if name in ops:
             _check_seqused(name, ops[name], batch)
-    if "block_table" in ops:
+    if paged:
         _check_paged(ops, batch)
+    for name in ("k_scale", "v_scale"):
+        if name in ops:
+            _check_kv_scale(name, ops[name], ops["k"], paged=paged)
     num_heads = ops["q"].shape[1]
     if "alibi_slopes" in ops:
         _check_alibi_slopes(ops["alibi_slopes"], batch, num_heads)
@@ -114,11 +120,18 @@ def _check_heads(q, k) -> None:
         )
 
 
-def _check_dtypes(q, k, v) -> None:
-    if not q.dtype == k.dtype == v.dtype:
+def _check_dtypes(q, k, v, *, paged: bool) -> None:
+    if k.dtype == v.dtype == E4M3:
+        if not paged:
+            raise TypeError(
+                f"k and v may be {E4M3} only as pools of blocks, with block_table, got k {k.shape} without one. Cast "
+                "them to the dtype of q and multiply them by their scales."
+            )
+    elif not q.dtype == k.dtype == v.dtype:
+        pools = f" Pools of blocks may both be {E4M3}." if paged else ""
         raise TypeError(
             f"q, k and v must have one dtype, got q {q.dtype}, k {k.dtype} and v {v.dtype}. Cast them to the same, for example "
-            "with .astype(q.dtype)."
+            f"with .astype(q.dtype).{pools}"
         )
     if q.dtype not in DTYPES:
         raise TypeError(f"q, k and v must be {', '.join(DTYPES)}, got {q.dtype}. Cast them, for example to bfloat16.")
@@ -127,12 +140,7 @@ def _check_dtypes(q, k, v) -> None:
 def _check_offsets(ops) -> int:
     """Returns the batch size."""
     cu_seqlens_q = ops["cu_seqlens_q"]
-    _check_int32("cu_seqlens_q", cu_seqlens_q)
-    if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens_q must have shape (batch + 1,) and at least one entry, got {cu_seqlens_q.shape}. From lengths: "
-            "jax_varlen.cu_seqlens_from_lengths(lengths)."
-        )
+    batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
     if "cu_seqlens_k" in ops:
         cu_seqlens_k = ops["cu_seqlens_k"]
         _check_int32("cu_seqlens_k", cu_seqlens_k)
@@ -146,7 +154,18 @@ def _check_offsets(ops) -> int:
             "cu_seqlens_k may be left out only when q and k hold the same tokens (total_k == total_q), got q "
             f"{ops['q'].shape} and k {ops['k'].shape}. Give cu_seqlens_k with the offsets of k and v."
         )
-    return cu_seqlens_q.shape[0] - 1
+    return batch
+
+
+def _check_cu_seqlens(name: str, cu_seqlens) -> int:
+    """Returns the batch size."""
+    _check_int32(name, cu_seqlens)
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{name} must have shape (batch + 1,) and at least one entry, got {cu_seqlens.shape}. From lengths: "
+            "jax_varlen.cu_seqlens_from_lengths(lengths)."
+        )
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_int32(name: str, x) -> None:
@@ -161,17 +180,37 @@ def _check_seqused(name: str, x, batch: int) -> None:
 
 
 def _check_paged(ops, batch: int) -> None:
-    block_table = ops["block_table"]
-    _check_int32("block_table", block_table)
-    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as cu_seqlens_q has batch + 1 "
-            f"entries, got {block_table.shape}."
-        )
+    _check_block_table(ops["block_table"], batch, "cu_seqlens_q")
+    if ops["k"].shape[1] == 0:
+        raise ValueError(f"block_size must be at least 1, got 0 in k {ops['k'].shape} (num_blocks, block_size, ...).")
     if "seqused_k" not in ops and "cu_seqlens_k" not in ops:
         raise ValueError(
             "With block_table the lengths of the keys must be given: seqused_k (batch,), or cu_seqlens_k (batch + 1,) whose "
             "differences are the lengths. Got neither."
+        )
+
+
+def _check_kv_scale(name: str, scale, k, *, paged: bool) -> None:
+    if not paged or k.dtype != E4M3:
+        raise ValueError(
+            f"{name} may be given only with block_table and pools of {E4M3}, got k {k.dtype} {k.shape}"
+            f"{'' if paged else ' without block_table'}. Leave it out: "
+            + ("put it into softmax_scale." if name == "k_scale" else "multiply out by it.")
+        )
+    num_kv_heads = k.shape[-2]
+    if scale.shape != (num_kv_heads,):
+        raise ValueError(
+            f"{name} must be a scalar or have shape (num_kv_heads,) = ({num_kv_heads},), one scale per kv head, got "
+            f"{scale.shape}."
+        )
+
+
+def _check_block_table(block_table, batch: int, cu_seqlens_name: str) -> None:
+    _check_int32("block_table", block_table)
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as {cu_seqlens_name} has batch + 1 "
+            f"entries, got {block_table.shape}."
         )
 
 
@@ -192,18 +231,120 @@ def check_bwd_operands(ops: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must have shape {shape}, got {ops[name].shape}.")
 
 
+def check_append_operands(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError unless the operands, by name, are those of one call of `append_kv`."""
+    _check_pools(ops["k_cache"], ops["v_cache"])
+    for name, dim in (("k", "head_dim"), ("v", "head_dim_v")):
+        _check_new_tokens(name, ops[name], f"{name}_cache", ops[f"{name}_cache"], dim)
+    if ops["k"].shape[0] != ops["v"].shape[0]:
+        raise ValueError(f"k and v must hold the same tokens, got k {ops['k'].shape} and v {ops['v'].shape}.")
+    _check_append_dtypes(ops)
+    batch = _check_cu_seqlens("cu_seqlens", ops["cu_seqlens"])
+    _check_seqused("seqused_k", ops["seqused_k"], batch)
+    _check_block_table(ops["block_table"], batch, "cu_seqlens")
+
+
+def _check_pools(k_cache, v_cache) -> None:
+    for name, pool, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
+        if len(pool.shape) != 4 or 0 in pool.shape[1:]:
+            raise ValueError(
+                f"{name} must be a pool (num_blocks, block_size, num_kv_heads, {dim}) with all but num_blocks at least 1, got "
+                f"{pool.shape}."
+            )
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must agree in all but the last dimension (head_dim_v may differ), got k_cache "
+            f"{k_cache.shape} and v_cache {v_cache.shape}."
+        )
+
+
+def _check_new_tokens(name: str, x, pool_name: str, pool, dim: str) -> None:
+    num_kv_heads, width = pool.shape[2:]
+    if len(x.shape) != 3 or x.shape[1:] != pool.shape[2:]:
+        raise ValueError(
+            f"{name} must have shape (total, num_kv_heads, {dim}) = (total, {num_kv_heads}, {width}) as {pool_name} is "
+            f"{pool.shape}, got {x.shape}. Tokens of all sequences stand behind each other in one axis, with no batch axis."
+        )
+
+
+def _check_append_dtypes(ops) -> None:
+    k_cache, v_cache, k, v = (ops[name] for name in ("k_cache", "v_cache", "k", "v"))
+    if k.dtype != v.dtype or k.dtype not in DTYPES:
+        raise TypeError(f"k and v must both be one of {', '.join(DTYPES)}, got k {k.dtype} and v {v.dtype}. Cast them.")
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"k_cache and v_cache must have one dtype, got k_cache {k_cache.dtype} and v_cache {v_cache.dtype}.")
+    quantized = k_cache.dtype == E4M3
+    if not quantized and k_cache.dtype != k.dtype:
+        raise TypeError(
+            f"k_cache and v_cache must have the dtype of k and v, or {E4M3}, got pools of {k_cache.dtype} and k of {k.dtype}. "
+            "Cast the tokens: k.astype(k_cache.dtype), v.astype(v_cache.dtype)."
+        )
+    for name in ("k_scale", "v_scale"):
+        if name not in ops:
+            continue
+        if not quantized:
+            raise TypeError(f"{name} is for pools of {E4M3}, got pools of {k_cache.dtype}, which hold k and v as they are.")
+        if ops[name].shape not in ((), (k.shape[1],)):
+            raise ValueError(
+                f"{name} must be a scalar or have shape (num_kv_heads,) = ({k.shape[1]},), got shape {ops[name].shape}."
+            )
+
+
+def check_states(out_a, lse_a, out_b, lse_b) -> None:
+    """Raises ValueError or TypeError unless `merge_attention` is given two results of the same queries."""
+    for name, x in (("out_a", out_a), ("out_b", out_b)):
+        if len(x.shape) != 3:
+            raise ValueError(f"{name} must have rank 3 (total_q, num_heads, head_dim_v), got rank {len(x.shape)} {x.shape}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be {', '.join(DTYPES)}, got {x.dtype}. Cast it.")
+    if out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_a and out_b must have one shape, as they are of the same queries, got {out_a.shape} and {out_b.shape}."
+        )
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if x.shape != out_a.shape[1::-1]:
+            raise ValueError(
+                f"{name} must have shape (num_heads, total_q) = {out_a.shape[1::-1]} as out_a is {out_a.shape}, got {x.shape}. "
+                "It comes from the same call as out, with return_lse=True."
+            )
+        if x.dtype != np.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}: a lower precision would shift the weights of the two.")
+
+
+def as_array(name: str, x) -> jax.Array:
+    """`x` as an array of JAX; a TypeError for what is no array at all."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
+    return jax.numpy.asarray(x)
+
+
 def as_int32(name: str, x) -> jax.Array | np.ndarray:
     """`x` as int32; a TypeError for anything but integers, since an offset that was rounded is a wrong offset."""
+    array = _integers(name, x)
+    if isinstance(array, np.ndarray) and array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
+        raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
+    return _clipped_to_int32(array)
+
+
+def as_block_table(x) -> jax.Array | np.ndarray:
+    """`x` as int32. Entries that hold no key may be anything, also beyond int32."""
+    return _clipped_to_int32(_integers("block_table", x))
+
+
+def _integers(name: str, x) -> jax.Array | np.ndarray:
     array = x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x, None if np.size(x) else np.int32)
     if not np.issubdtype(array.dtype, np.integer):
         raise TypeError(
             f"{name} must hold integers, got {array.dtype} {array.shape}. Cast it where it is made: {name}.astype(jnp.int32)."
         )
-    if isinstance(array, np.ndarray):
-        if array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX:
-            raise ValueError(f"{name} must fit in int32, got values from {array.min()} to {array.max()}.")
-    elif np.iinfo(array.dtype).max > _INT32_MAX:
-        array = array.clip(max=_INT32_MAX)  # a value beyond int32 stays too large and does not wrap into the array
+    return array
+
+
+def _clipped_to_int32(array) -> jax.Array | np.ndarray:
+    """A value beyond int32 stays too large, or too small, and does not wrap into the array."""
+    info = np.iinfo(array.dtype)
+    if info.max > _INT32_MAX:
+        array = array.clip(max(info.min, -_INT32_MAX), _INT32_MAX)
     return array.astype(np.int32)
 
 
@@ -213,6 +354,12 @@ def as_float32(name: str, x) -> jax.Array | np.ndarray:
     if not (jax.numpy.issubdtype(array.dtype, np.floating) or np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name} must hold real numbers, got {array.dtype} {array.shape}.")
     return array.astype(np.float32)
+
+
+def as_kv_scale(name: str, x, k) -> jax.Array | np.ndarray:
+    """`x` as float32; a scalar is that of every kv head."""
+    scale = as_float32(name, x)
+    return scale if scale.shape else jax.numpy.broadcast_to(scale, k.shape[-2:-1])
 
 
 def as_slopes(x) -> jax.Array | np.ndarray:
@@ -281,7 +428,7 @@ def scale_value(softmax_scale) -> jax.Array | np.ndarray:
 
 
 def check_values(ops: Mapping[str, Any]) -> None:
-    """Raises ValueError where an offset or a length that is a NumPy array has a wrong value.
+    """Raises ValueError where an offset, a length or a block id that is a NumPy array has a wrong value.
 
     Arrays on a device are left alone: to read them would wait for the device. On CPU the kernel checks them.
     """
@@ -293,13 +440,20 @@ def check_values(ops: Mapping[str, Any]) -> None:
         if not isinstance(cu_seqlens, np.ndarray) or cu_seqlens.ndim != 1 or cu_seqlens.size == 0:
             continue
         _check_offset_values(f"cu_seqlens_{side}", cu_seqlens, None if paged and side == "k" else ops[side])
-        _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), np.diff(cu_seqlens))
+        _check_seqused_values(f"seqused_{side}", ops.get(f"seqused_{side}"), _differences(cu_seqlens))
+    if paged:
+        _check_block_values(ops)
+
+
+def _differences(cu_seqlens: np.ndarray) -> np.ndarray:
+    return np.diff(cu_seqlens.astype(np.int64))
 
 
 def _check_offset_values(name: str, cu_seqlens: np.ndarray, tokens) -> None:
-    if cu_seqlens[0] < 0:
+    """`tokens` is the array that the offsets count in; None where their differences alone matter."""
+    if tokens is not None and cu_seqlens[0] < 0:
         raise ValueError(f"{name} must not be negative: {name}[0] is {cu_seqlens[0]}.")
-    falls = np.flatnonzero(np.diff(cu_seqlens.astype(np.int64)) < 0)
+    falls = np.flatnonzero(_differences(cu_seqlens) < 0)
     if falls.size:
         b = falls[0] + 1
         raise ValueError(
@@ -322,4 +476,83 @@ def _check_seqused_values(name: str, seqused, lengths: np.ndarray) -> None:
         raise ValueError(
             f"{name} must be between 0 and the length of its sequence: {name}[{b}] is {seqused[b]}, and sequence {b} has "
             f"{lengths[b]} tokens."
+        )
+
+
+def _check_block_values(ops) -> None:
+    """Lengths that the table cannot hold, and ids that are not of the pool."""
+    name = "seqused_k" if "seqused_k" in ops else "cu_seqlens_k"
+    lengths, table = ops.get(name), ops["block_table"]
+    sizes = (*ops["k"].shape[:2], *table.shape)
+    right_shapes = len(ops["k"].shape) == 4 and len(table.shape) == 2 and all(isinstance(n, int) for n in sizes)
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or not right_shapes or 0 in ops["k"].shape[1:2]:
+        return
+    num_blocks, block_size, batch, max_blocks = sizes
+    if name == "cu_seqlens_k":
+        lengths = _differences(lengths)
+    if lengths.shape != (batch,):
+        return
+    capacity = max_blocks * block_size
+    wrong = np.flatnonzero((lengths < 0) | (lengths > capacity))
+    if wrong.size:
+        b = wrong[0]
+        which = f"seqused_k[{b}]" if name == "seqused_k" else f"cu_seqlens_k[{b + 1}] - cu_seqlens_k[{b}]"
+        raise ValueError(
+            f"With block_table {table.shape} a sequence has 0 to max_blocks * block_size = {capacity} keys: {which} is "
+            f"{lengths[b]}. For longer ones give the table more columns."
+        )
+    if isinstance(table, np.ndarray):
+        _check_block_ids(table, lengths, num_blocks, block_size)
+
+
+def _check_block_ids(table: np.ndarray, lengths: np.ndarray, num_blocks: int, block_size: int) -> None:
+    blocks = -(-lengths // block_size)
+    holds_keys = np.arange(table.shape[1]) < blocks[:, None]
+    wrong = np.argwhere(holds_keys & ((table < 0) | (table >= num_blocks)))
+    if wrong.size:
+        b, i = wrong[0]
+        raise ValueError(
+            f"block_table must hold ids of the {num_blocks} blocks of k and v: block_table[{b}, {i}] is {table[b, i]}, and "
+            f"sequence {b} has {lengths[b]} keys in {blocks[b]} blocks of {block_size}. Entries behind those may be anything."
+        )
+
+
+def check_append_values(ops: Mapping[str, Any]) -> None:
+    """The same for `append_kv`: raises ValueError where NumPy arrays show that a token has no place in the pools."""
+    check_append_operands(ops)
+    cu_seqlens, seqused_k, block_table = (ops[name] for name in ("cu_seqlens", "seqused_k", "block_table"))
+    num_blocks, block_size = ops["k_cache"].shape[:2]
+    if not isinstance(cu_seqlens, np.ndarray):
+        return
+    _check_offset_values("cu_seqlens", cu_seqlens, ops["k"])
+    if not isinstance(seqused_k, np.ndarray):
+        return
+    tokens = np.diff(cu_seqlens)
+    first = seqused_k.astype(np.int64)
+    _check_room(first, tokens, block_table.shape[1], block_size)
+    if isinstance(block_table, np.ndarray):
+        _check_blocks(block_table, first, tokens, num_blocks, block_size)
+
+
+def _check_room(first: np.ndarray, tokens: np.ndarray, max_blocks: int, block_size: int) -> None:
+    wrong = np.flatnonzero((tokens > 0) & ((first < 0) | (first + tokens > max_blocks * block_size)))
+    if wrong.size and first[wrong[0]] < 0:
+        raise ValueError(f"seqused_k must not be negative: seqused_k[{wrong[0]}] is {first[wrong[0]]}.")
+    if wrong.size:
+        b = wrong[0]
+        raise ValueError(
+            f"The tokens must fit in the block table, whose {max_blocks} blocks of {block_size} hold {max_blocks * block_size} "
+            f"of a sequence: seqused_k[{b}] is {first[b]}, and cu_seqlens gives the sequence {tokens[b]} more."
+        )
+
+
+def _check_blocks(block_table: np.ndarray, first: np.ndarray, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
+    begin = np.arange(block_table.shape[1])[None, :] * block_size
+    needed = (first[:, None] < begin + block_size) & (begin < (first + tokens)[:, None]) & (tokens > 0)[:, None]
+    wrong = np.argwhere(needed & ((block_table < 0) | (block_table >= num_blocks)))
+    if wrong.size:
+        b, column = wrong[0]
+        raise ValueError(
+            f"block_table must name blocks of the pool, which has {num_blocks}: block_table[{b}, {column}] is "
+            f"{block_table[b, column]}, where sequence {b} appends the positions {first[b]} to {first[b] + tokens[b] - 1}."
         )

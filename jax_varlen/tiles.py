@@ -1,8 +1,8 @@
-"""Tiles of q and of keys of a packed batch, as the loops of `blocked` walk over them.
+"""Tiles of q and of keys of a packed batch, or of paged keys, as the loops of `blocked` walk over them.
 
 A tile of q holds rows of one sequence, so that a tile of keys can be cleared of everything that those rows do not see before
-it is multiplied. There are as many tiles as the offsets ask for, whatever the static shapes are. Wrong offsets are clamped
-into the arrays.
+it is multiplied. There are as many tiles as the offsets ask for, whatever the static shapes are. Wrong offsets and block ids
+are clamped into the arrays.
 """
 
 from __future__ import annotations
@@ -23,28 +23,43 @@ class Batch(NamedTuple):
 
     first_q: Array  # (batch,), like all arrays here but `owner`
     len_q: Array
-    first_k: Array
+    first_k: Array  # 0 with a block table
     len_k: Array
     tiles: Array  # of each sequence
     ends: Array  # of each sequence's tiles among all tiles
     owner: Array  # the sequence of each tile
     slopes: Array | None  # (batch, num_kv_heads, group_size)
     total_q: int
-    total_k: int
+    total_k: int  # with a block table, of one sequence
     left: int | None
     right: int | None
+    block_table: Array | None  # (batch, max_blocks)
 
     @classmethod
     def of(
-        cls, q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, window_left: int, window_right: int
+        cls,
+        q,
+        k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        alibi_slopes,
+        window_left: int,
+        window_right: int,
+        block_table=None,
     ) -> Batch:
-        (total_q, num_heads, _), (total_k, num_kv_heads, _) = q.shape, k.shape
+        (total_q, num_heads, _), num_kv_heads = q.shape, k.shape[-2]
+        total_k = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
         batch = cu_seqlens_q.shape[0] - 1
         # A bound that no pair of rows can reach is no bound, and the others add up in int32.
         left = None if window_left == -1 or window_left >= total_k else window_left
         right = None if window_right == -1 or window_right >= total_q else window_right
         first_q, len_q = _sequences(cu_seqlens_q, seqused_q, total_q)
-        first_k, len_k = _sequences(cu_seqlens_k, seqused_k, total_k)
+        if block_table is None:
+            first_k, len_k = _sequences(cu_seqlens_k, seqused_k, total_k)
+        else:
+            first_k, len_k = jnp.zeros_like(len_q), _lengths(cu_seqlens_k, seqused_k, total_k)
         tile_q = _tile_q(total_q, batch)
         tiles = -(-len_q // tile_q)
         ends = jnp.cumsum(tiles, dtype=jnp.int32)
@@ -53,7 +68,7 @@ class Batch(NamedTuple):
         owner = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles, total_repeat_length=total_q // tile_q + batch)
         group = (num_kv_heads, num_heads // num_kv_heads)
         slopes = None if alibi_slopes is None else jnp.broadcast_to(alibi_slopes, (batch, num_heads)).reshape(batch, *group)
-        return cls(first_q, len_q, first_k, len_k, tiles, ends, owner, slopes, total_q, total_k, left, right)
+        return cls(first_q, len_q, first_k, len_k, tiles, ends, owner, slopes, total_q, total_k, left, right, block_table)
 
     def for_each_tile(self, step, carry):
         """`carry` after `carry = step(tile, carry)` for every tile of q."""
@@ -71,7 +86,8 @@ class Batch(NamedTuple):
         hi = self.len_k[b] if self.right is None else jnp.minimum(diagonal + self.right + 1, self.len_k[b])
         hi = jnp.where(inside, hi, 0)
         slopes = None if self.slopes is None else self.slopes[b]
-        return TileQ(rows, inside, diagonal, lo, hi, slopes, self.first_k[b], self.total_k)
+        table = None if self.block_table is None else self.block_table[b]
+        return TileQ(rows, inside, diagonal, lo, hi, slopes, self.first_k[b], self.total_k, table)
 
 
 class TileQ(NamedTuple):
@@ -85,6 +101,7 @@ class TileQ(NamedTuple):
     slopes: Array | None  # (num_kv_heads, group_size)
     first_k: Array  # ()
     total_k: int
+    table: Array | None  # (max_blocks,)
 
     def read(self, x, num_kv_heads: int):
         """The tile's rows (tile_q, num_kv_heads, group_size, ...) of x (total_q, num_heads, ...) in float32.
@@ -112,7 +129,7 @@ class TileQ(NamedTuple):
             fresh = (j >= start) & (j < tile_hi)
             seen = fresh[None, :] & (j[None, :] >= self.lo[:, None]) & (j[None, :] < self.hi[:, None])
             distance = jnp.abs(self.diagonal[:, None] - j[None, :])
-            return step(TileK(rows, fresh, seen, distance, self.slopes), carry)
+            return step(TileK(rows, fresh, seen, distance, self.slopes, self.table), carry)
 
         return jax.lax.fori_loop(0, -(-(tile_hi - tile_lo) // tile_k), numbered_step, carry)
 
@@ -125,10 +142,16 @@ class TileK(NamedTuple):
     seen: Array  # (tile_q, tile_k)
     distance: Array  # (tile_q, tile_k) from the row's diagonal
     slopes: Array | None  # (num_kv_heads, group_size)
+    table: Array | None  # (max_blocks,): the rows are those of a sequence that lies in blocks
 
     def read(self, x):
-        """The tile's rows of x (total_k, num_kv_heads, ...) in float32."""
-        return self.rows.read(x, self.fresh).astype(jnp.float32)
+        """The tile's rows of x (total_k, num_kv_heads, ...), or (num_blocks, block_size, num_kv_heads, ...), in float32."""
+        if self.table is None:
+            return self.rows.read(x, self.fresh).astype(jnp.float32)
+        num_blocks, block_size = x.shape[:2]
+        block = jnp.clip(self.table[self.rows.rows // block_size], 0, num_blocks - 1)
+        rows = x[block, self.rows.rows % block_size].astype(jnp.float32)
+        return jnp.where(self.fresh.reshape(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
     def add(self, x, rows):
         """x with `rows` added to the tile's; those of other tiles must be zero."""
@@ -175,6 +198,14 @@ def _sequences(cu_seqlens, seqused, total: int) -> tuple[Array, Array]:
     cu_seqlens = jnp.clip(cu_seqlens, 0, total)
     length = jnp.maximum(jnp.diff(cu_seqlens), 0)
     return cu_seqlens[:-1], length if seqused is None else jnp.clip(seqused, 0, length)
+
+
+def _lengths(cu_seqlens, seqused, capacity: int) -> Array:
+    """(batch,), of sequences that have a stretch of `capacity` rows each. One of the two may be absent."""
+    if cu_seqlens is not None:
+        length = jnp.maximum(jnp.diff(cu_seqlens), 0)
+        seqused = length if seqused is None else jnp.minimum(seqused, length)
+    return jnp.clip(seqused, 0, min(capacity, 2**31 - 1))
 
 
 def _tile_q(total_q: int, batch: int) -> int:

@@ -95,6 +95,30 @@ def _softmax(logits, sinks):
     return p / total[..., None], np.where(empty, -np.inf, np.log(total) + shift)
 
 
+def gather(k, v, block_table, lengths, k_scale=None, v_scale=None):
+    """Packed k and v in float64, and their cu_seqlens, of the keys that a block table finds in its pools."""
+    packed = []
+    for pool, scale in ((k, k_scale), (v, v_scale)):
+        block_size, num_kv_heads, dim = pool.shape[1:]
+        scale = np.broadcast_to(1.0 if scale is None else np.float64(scale), num_kv_heads)[:, None]
+        rows = [np.zeros((0, num_kv_heads, dim))]
+        for b, length in enumerate(lengths):
+            for j in range(length):
+                block = pool[block_table[b, j // block_size]]
+                rows.append(block[j % block_size].astype(np.float64)[None] * scale)
+        packed.append(np.concatenate(rows))
+    return *packed, np.cumsum([0, *lengths])
+
+
+def check_paged(
+    actual, q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, block_table, seqused_k=None, k_scale=None, v_scale=None, **options
+):
+    """`check` of a call with a block table."""
+    lengths = np.diff(cu_seqlens_k) if seqused_k is None else seqused_k
+    k, v, cu_seqlens_k = gather(k, v, block_table, lengths, k_scale, v_scale)
+    check(actual, q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+
 def check(actual, q, k, v, *offsets, factor=2.0, **options):
     """Asserts that (out, lse) is right: its error is at most `factor` times that of the same loop in low precision.
 

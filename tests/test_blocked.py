@@ -7,6 +7,7 @@ import oracle
 import oracle_bwd
 import pytest
 from cases import SELECTED, Case, cotangents
+from pools import as_float8, paged
 
 from jax_varlen import blocked
 
@@ -49,6 +50,46 @@ def gradients(*args, dout, dlse, **options):
 def test_cases(case):
     args, options = case.inputs(jnp.float32)
     oracle.check(attend(*args, **options), *args, **options)
+
+
+def attend_paged(q, k, v, cu_q, cu_k=None, **options):
+    args, static = arguments(q, k, v, cu_q, **options)
+    scales = (
+        None if options.get(name) is None else jnp.broadcast_to(options[name], k.shape[2]) for name in ("k_scale", "v_scale")
+    )
+    cu_k = options.get("cu_seqlens_k")
+    return _fwd(*args[:4], cu_k, *args[5:], options.get("sinks"), options["block_table"], *scales, **static)
+
+
+@pytest.mark.parametrize("block_size, lengths", [(1, "both"), (16, "seqused_k"), (100, "cu_seqlens_k")])
+@pytest.mark.parametrize("case", [case for case in SELECTED if case.name in ("everything", "window_long_k", "decode")], ids=str)
+def test_pools(case, block_size, lengths):
+    args, options = paged(*case.inputs(jnp.float32), block_size, lengths=lengths)
+    oracle.check_paged(attend_paged(*args, **options), *args, **options)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_pools_of_float8(name):
+    case = Case("", "", (1, 40, 3), (333, 40, 77), 4, 2, 40, 24, sinks="random", options={"causal": True})
+    args, options = as_float8(*paged(*case.inputs(jnp.dtype(name)), 16))
+    oracle.check_paged(attend_paged(*args, **options), *args, **options)
+
+
+@pytest.mark.parametrize("num_blocks, max_blocks", [(0, 3), (2, 0), (0, 0)])
+def test_an_empty_pool_or_table(num_blocks, max_blocks):
+    q, pool, table = np.ones((3, 4, 8)), np.zeros((num_blocks, 16, 2, 8)), np.full((2, max_blocks), 7, np.int32)
+    args, cu = (x.astype(np.float32) for x in (q, pool, pool)), np.array([0, 2, 3], np.int32)
+    out, lse = attend_paged(*args, cu, block_table=table, seqused_k=np.zeros(2, np.int32))
+    assert not out.any() and np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("table", [[[2**31 - 1, -1, 5], [-(2**31), 2, 3]], [[0, 1, 2], [0, 1, 2]]], ids=str)
+def test_wrong_tables_end_without_a_failure(table):
+    pool, cu = np.ones((3, 16, 2, 8), np.float32), np.array([0, 2, 3], np.int32)
+    for lengths in ([48, 20], [2**31 - 1, -5]):
+        lengths = np.array(lengths, np.int32)
+        out, _ = attend_paged(pool[0, :3], pool, pool, cu, block_table=np.array(table, np.int32), seqused_k=lengths)
+        assert np.isfinite(np.asarray(out)).all()
 
 
 def check_gradients(args, options):

@@ -12,7 +12,8 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
 import jax.numpy as jnp, oracle, test_bwd
-from cases import CASES
+from cases import CASES, Case
+from pools import as_float8, paged
 from jax_varlen import info, varlen_attention
 assert info()["path"].endswith({name!r}), info()["path"]
 for case in CASES:
@@ -24,6 +25,12 @@ for case in CASES:
         oracle.check(varlen_attention(*map(jnp.asarray, args), **options, return_lse=True), *args, **options, factor=factor)
     args, options = case.inputs(jnp.dtype("float32"))
     test_bwd.check(args, options)
+for dims in ((64, 64), (72, 40)):
+    mixed = Case("", "", (1, 40, 4, 1), (333, 40, 77, 5000), 8, 2, *dims, sinks="random", options={{"causal": True}})
+    for dtype in ("float32", "bfloat16", "float16"):
+        call = paged(*mixed.inputs(jnp.dtype(dtype)), 7)
+        for args, options in (call, as_float8(*call)):
+            oracle.check_paged(varlen_attention(*map(jnp.asarray, args), **options, return_lse=True), *args, **options)
 """
 CHOSEN = ("everything", "gap_and_tail", "alibi_negative", "softcap_saturated", "skewed")
 

@@ -4,6 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import SELECTED, Case, padded
+from pools import as_float8, paged
 from test_shapes import ERRORS
 
 from jax_varlen import reference
@@ -118,6 +119,24 @@ def test_paged_equals_contiguous():
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="block_table needs the lengths"):
         reference.varlen_attention(q, pool_k, pool_v, cu_q, block_table=table)
+
+
+@pytest.mark.parametrize("block_size, lengths", [(1, "both"), (7, "seqused_k"), (16, "cu_seqlens_k")])
+def test_pools(block_size, lengths):
+    case = Case("", "", (3, 1, 4), (20, 0, 40), 4, 2, 8, 6, alibi="heads", sinks="random", options={"window_size": (17, 0)})
+    args, options = paged(*case.inputs(np.float32), block_size, lengths=lengths)
+    oracle.check_paged(reference.varlen_attention(*args, **options, return_lse=True), *args, **options)
+    args, options = as_float8(args, options)
+    oracle.check_paged(reference.varlen_attention(*args, **options, return_lse=True), *args, **options)
+
+
+def test_scales_are_factors_of_k_and_v():
+    args, options = RAGGED.inputs(np.float32)
+    q, k, v, *offsets = (jnp.asarray(x) for x in args)
+    scales = jnp.array([0.5, 3.0], jnp.float32)
+    expected = reference.varlen_attention(q, k * scales[None, :, None], v * 2, *offsets, **options)
+    actual = reference.varlen_attention(q, k, v, *offsets, **options, k_scale=scales, v_scale=2.0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_vmap_and_traced_options():

@@ -29,6 +29,16 @@ def with_dtypes(*dtypes):
 f32, i32 = jnp.float32, jnp.int32
 POOL = (3, 4, 2, 8)
 TABLE = np.zeros((2, 2), np.int32)
+F8 = jnp.float8_e4m3fn
+
+
+def paged(k=POOL, dtype=(DTYPE,) * 3, **options):
+    """A call with a block table."""
+    options = {"block_table": TABLE, "seqused_k": np.zeros(2, np.int32)} | options
+    (*arrays, cu, cu_k), options = call(k=k, **options)
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,) * 3
+    return (*(x.astype(t) for x, t in zip(arrays, dtypes, strict=True)), cu, cu_k), options
+
 
 ERRORS = {
     # q
@@ -126,10 +136,48 @@ ERRORS = {
         ValueError,
         r"seqused_k \(batch,\), or cu_seqlens_k .* Got neither",
     ),
-    "paged": (
-        call(k=POOL, block_table=TABLE, seqused_k=np.zeros(2, np.int32)),
-        NotImplementedError,
-        "block_table .* has no kernel in this version",
+    "block_size_0": (
+        paged(k=(3, 0, 2, 8)),
+        ValueError,
+        r"block_size must be at least 1, got 0 in k \(3, 0, 2, 8\)",
+    ),
+    "paged_v": (paged(v=(3, 5, 2, 8)), ValueError, r"k and v must agree in all but the last .* v \(3, 5, 2, 8\)"),
+    "paged_offsets_k": (
+        paged(cu_k=(0, 6)),
+        ValueError,
+        r"cu_seqlens_k must have the same shape .* got \(2,\) and \(3,\)",
+    ),
+    "float8_packed": (
+        with_dtypes(DTYPE, F8, F8),
+        TypeError,
+        r"k and v may be float8_e4m3fn only as pools .* with block_table, got k \(6, 2, 8\) without one. Cast them",
+    ),
+    "float8_q": (paged(dtype=F8), TypeError, "q, k and v must be float32, bfloat16, float16, got float8_e4m3fn"),
+    "float8_k_alone": (
+        paged(dtype=(DTYPE, F8, DTYPE)),
+        TypeError,
+        r"q, k and v must have one dtype, .* Pools of blocks may both be float8_e4m3fn",
+    ),
+    "float8_e5m2": (paged(dtype=(DTYPE, jnp.float8_e5m2, jnp.float8_e5m2)), TypeError, "q, k and v must have one dtype"),
+    "k_scale_packed": (
+        call(k_scale=2.0),
+        ValueError,
+        r"k_scale may be given only with block_table and pools of float8_e4m3fn, got .* without block_table. Leave it out: put",
+    ),
+    "v_scale_not_float8": (
+        paged(v_scale=jnp.ones(2, f32)),
+        ValueError,
+        r"v_scale may be given only with .* of float8_e4m3fn, got k .* \(3, 4, 2, 8\). Leave it out: multiply out by it",
+    ),
+    "k_scale_shape": (
+        paged(dtype=(DTYPE, F8, F8), k_scale=jnp.ones(4, f32)),
+        ValueError,
+        r"k_scale must be a scalar or have shape \(num_kv_heads,\) = \(2,\), .* got \(4,\)",
+    ),
+    "v_scale_dtype": (
+        paged(dtype=(DTYPE, F8, F8), v_scale=jnp.ones(2, bool)),
+        TypeError,
+        r"v_scale must hold real numbers, got bool \(2,\)",
     ),
     # options
     "alibi_shape": (
@@ -200,6 +248,14 @@ def test_errors(case, error, text, mode):
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_the_call_that_the_others_spoil_is_right(mode):
     traced, f = split(call())
+    out = mode(f, traced)
+    assert (out.shape, out.dtype) == ((6, 4, 8), DTYPE)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("scale", [{}, {"k_scale": 2.0, "v_scale": jnp.ones(2, jnp.bfloat16)}], ids=["plain", "scaled"])
+def test_the_paged_call_that_the_others_spoil_is_right(mode, scale):
+    traced, f = split(paged(dtype=(DTYPE, F8, F8) if scale else DTYPE, **scale))
     out = mode(f, traced)
     assert (out.shape, out.dtype) == ((6, 4, 8), DTYPE)
 

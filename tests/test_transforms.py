@@ -176,7 +176,7 @@ WRONG = {
     "heads": lambda q: varlen_attention(q[:, :3], K, V, CU_Q, CU_K),
     "slopes": lambda q: varlen_attention(q, K, V, CU_Q, CU_K, alibi_slopes=SLOPES[:3]),
     "paged": lambda q: varlen_attention(
-        q, K[None], V[None], CU_Q, seqused_k=np.ones(3, np.int32), block_table=np.zeros((3, 1), np.int32)
+        q, K[None], V[None], CU_Q, seqused_k=np.ones(3, np.int32), block_table=np.ones((3, 1), np.int32)
     ),
 }
 
