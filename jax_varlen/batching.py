@@ -57,7 +57,7 @@ def _fold(ops: dict[str, Any], dims: dict[str, Any], example: dict[str, Any], si
     folded = {name: ops[name] for name in shared}
     folded |= {name: _merge(stacked[name], _row_axis(name)) for name in _ROWS if name in stacked}
 
-    cu_seqlens_q, cu_seqlens_k, seqused_k = (stacked.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    cu_seqlens_q, cu_seqlens_k, seqused_k = stacked["cu_seqlens_q"], stacked.get("cu_seqlens_k"), stacked.get("seqused_k")
     folded["cu_seqlens_q"] = _fold_offsets(cu_seqlens_q, example["q"].shape[0])
     folded["seqused_q"] = _fold_sequences(stacked.get("seqused_q", jnp.diff(cu_seqlens_q)))
     if "block_table" in ops:
