@@ -1,6 +1,8 @@
 """Variable-length (packed) and paged flash attention for JAX."""
 
 from . import reference as reference
+from .adapters import attention_fn as attention_fn
+from .adapters import dot_product_attention as dot_product_attention
 from .attention import varlen_attention as varlen_attention
 from .kernels import info as info
 from .merge import merge_attention as merge_attention
