@@ -259,8 +259,8 @@ def _smaller_length(len_q, len_k):
         b = wrong[0]
         raise ValueError(
             "With is_causal or local_window_size query_seq_lengths and key_value_seq_lengths must be equal, got "
-            f"{known_q[b]} and {known_k[b]} in row {b}. jax_varlen.varlen_attention takes different ones and aligns them at the "
-            "last token."
+            f"{known_q[b]} and {known_k[b]} in row {b}. jax_varlen.varlen_attention takes different ones and aligns them at "
+            "the last token."
         )
     return jnp.minimum(len_q, len_k)
 
