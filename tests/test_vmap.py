@@ -106,7 +106,7 @@ NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "block_table", *OPTIONAL
 MASKS = ({}, {"causal": True}, {"window_size": (9, 3), "softcap": 3.0})
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(
     st.integers(0, 99),
     st.booleans(),
@@ -208,10 +208,11 @@ def test_axes(axis, rng):
     same((jnp.moveaxis(out, axis, 0), jnp.moveaxis(lse, 1, 0)), expected)
 
 
+@pytest.mark.parametrize("names", [(), ("sinks",)], ids=["one call", "loop"])
 @pytest.mark.parametrize("paged", [False, True])
-def test_nested(paged, rng):
-    """The outer map shares k and v of each inner example."""
-    arrays, axes = share(stacked(rng, paged), set())
+def test_nested(paged, names, rng):
+    """The outer map shares all but q of each inner example."""
+    arrays, axes = share(stacked(rng, paged, names), set())
     several = arrays | {"q": jnp.stack([arrays["q"], arrays["q"][::-1]])}
     outer = {name: 0 if name == "q" else None for name in arrays}
     inner = jax.vmap(attend, in_axes=(axes,))
