@@ -6,7 +6,6 @@ those of `jax.nn.dot_product_attention`: B rows, T queries and S keys in each, N
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -203,7 +202,9 @@ def _window(local_window_size) -> tuple[int | None, int | None]:
         local_window_size = (local_window_size, local_window_size)
     if not isinstance(local_window_size, (tuple, list)) or len(local_window_size) != 2:
         raise ValueError(f"local_window_size must be a number of tokens or a pair (left, right), got {local_window_size!r}.")
-    left, right = (None if bound is None else operator.index(bound) for bound in local_window_size)
+    if not all(bound is None or isinstance(bound, (int, np.integer)) for bound in local_window_size):
+        raise TypeError(f"local_window_size must hold integers or None, got {local_window_size!r}.")
+    left, right = (None if bound is None else int(bound) for bound in local_window_size)
     if min(left or 0, right or 0) < 0:
         raise ValueError(f"local_window_size must not be negative, got {local_window_size!r}. None is no bound.")
     return left, right
@@ -259,8 +260,7 @@ def _smaller_length(len_q, len_k):
         b = wrong[0]
         raise ValueError(
             "With is_causal or local_window_size query_seq_lengths and key_value_seq_lengths must be equal, got "
-            f"{known_q[b]} and {known_k[b]} in row {b}. jax_varlen.varlen_attention takes different ones and aligns them at "
-            "the last token."
+            f"{known_q[b]} and {known_k[b]} in row {b}. jax_varlen.varlen_attention takes those, aligned at the last token."
         )
     return jnp.minimum(len_q, len_k)
 
