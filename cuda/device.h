@@ -6,6 +6,7 @@ namespace jax_varlen {
 struct Device {
   int smem_bytes;  // that a CTA may use
   int multiprocessors;
+  int major;  // of the compute capability
 };
 
 }  // namespace jax_varlen

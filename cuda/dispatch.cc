@@ -5,6 +5,7 @@
 
 #include "decode.h"
 #include "fwd_sm80.h"
+#include "fwd_sm90.h"
 #include "schedule.h"
 #include "tile_config.h"
 
@@ -22,6 +23,7 @@ cudaError_t ThisDevice(Device* device) {
   if (cudaError_t error = cudaDeviceGetAttribute(&device->smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id))
     return error;
   if (cudaError_t error = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id)) return error;
+  if (cudaError_t error = cudaDeviceGetAttribute(&device->major, cudaDevAttrComputeCapabilityMajor, id)) return error;
   if (const char* limit = std::getenv("JAX_VARLEN_CUDA_SMEM"))
     device->smem_bytes = std::min(device->smem_bytes, std::atoi(limit));
   return cudaSuccess;
@@ -36,11 +38,20 @@ int64_t DecodeListWords(const FwdParams& params) {
   return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params));
 }
 
+// The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set: it has not been run yet.
+bool IsForSm90(const FwdParams& params, const Device& device) {
+  constexpr int64_t kWidest = 128;
+  return std::getenv("JAX_VARLEN_CUDA_SM90") && device.major == 9 && params.total_k > 0 && params.head_dim <= kWidest &&
+         params.head_dim_v <= kWidest;
+}
+
 template <DType dtype>
 cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& device, cudaStream_t stream) {
   const int64_t list_words = WorkspaceWords(params.total_q, params.batch);
   FwdWorkspace lists = {WorkListIn(workspace), {}, 0};
-  if (params.block_size == 0) return FwdSm80<dtype, false>(params, lists, device, stream);
+  if (params.block_size == 0)
+    return IsForSm90(params, device) ? FwdSm90<dtype>(params, lists.list, device, stream)
+                                     : FwdSm80<dtype, false>(params, lists, device, stream);
   lists.decode = DecodeListIn(workspace + list_words);
   lists.most_shares = std::min(kMaxShares, kDecodeCtas * device.multiprocessors);
   Partials partials;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "device.h"
+#include "fwd_store.cuh"
 #include "paged.cuh"
 #include "params.h"
 #include "schedule.h"
@@ -48,33 +49,6 @@ struct QFragments {
     }
   }
 };
-
-// Stores the rows of one atom that the sequence owns. O passes through the warp's own rows of smem_q, so that whole 16-byte
-// chunks reach device memory.
-template <typename T, typename Config>
-__device__ __forceinline__ void StoreAtom(const float (&acc_o)[Config::kHeadDim / 8][4], const SoftmaxState& state,
-                                          const Logits& logits, const FwdParams& p, const Tile& tile, int head, int row0,
-                                          uint32_t smem_rows) {
-  constexpr int kHeadDim = Config::kHeadDim, kChunks = kHeadDim / 8;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int atom_row = lane / 4 + 8 * r, row = row0 + atom_row;
-    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
-    if (row >= tile.q_used) result = {0.f, -INFINITY};
-    if (p.v_scale) result.out_scale *= p.v_scale[head / p.group_size];
-    if (lane % 4 == 0 && row < tile.q_owned) p.lse[head * p.total_q + tile.q_begin + row] = result.lse;
-#pragma unroll
-    for (int d = 0; d < kChunks; ++d) {
-      const float lo = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r] * result.out_scale;
-      const float hi = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r + 1] * result.out_scale;
-      ptx::StoreShared4(smem_rows + SmemOffset<kHeadDim>(atom_row, d) + lane % 4 * 4, ptx::Pack2<T>(lo, hi));
-    }
-  }
-  __syncwarp();
-  T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim_v;
-  StoreRows<kHeadDim>(out, p.num_heads * p.head_dim_v, tile.q_owned - row0, p.head_dim_v, smem_rows);
-}
 
 template <typename T, typename Config, bool kPaged, int kAtoms>
 __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile, int head, uint32_t smem,
@@ -214,7 +188,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 #pragma unroll
   for (int a = 0; a < kAtoms; ++a) {
     const int tile_row = a * Config::kRowsPerAtom + warp_row;
-    StoreAtom<T, Config>(acc_o[a], state[a], logits, p, tile, head, row0 + tile_row, smem_q + tile_row * 2 * kHeadDim);
+    StoreAtom<T, kHeadDim>(acc_o[a], state[a], logits, p, tile, head, row0 + tile_row, smem_q + tile_row * 2 * kHeadDim);
   }
 }
 

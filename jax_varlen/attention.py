@@ -83,6 +83,9 @@ def varlen_attention(
     arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
     arrays.
 
+    Under `jax.vmap` the examples become one packed batch and one call; where `softmax_scale`, `sinks`, `k_scale` or `v_scale`
+    differ between them, a loop.
+
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
     arXiv:2309.17453, as a learnt logit per head; paged KV cache: Kwon et al., arXiv:2309.06180.

@@ -13,9 +13,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from . import blocked, kernels, shapes
+from . import batching, blocked, kernels, shapes
 
 OPERANDS = (
     "q",
@@ -245,13 +245,6 @@ mlir.register_lowering(bwd_p, _lower(_cpu_bwd), platform="cpu")
 mlir.register_lowering(bwd_p, _lower(_cuda_bwd), platform="cuda")
 
 
-def _no_vmap(*_, **__):
-    raise NotImplementedError(
-        "varlen_attention has no vmap in this version, and needs none: a batch of packed arrays is one packed array. Reshape "
-        "(B, total, heads, head_dim) to (B * total, heads, head_dim) and add b * total to the offsets of each."
-    )
-
-
 def _no_jvp(*_, **__):
     raise NotImplementedError(
         "varlen_attention can be differentiated once, in reverse mode (jax.grad, jax.vjp). "
@@ -261,5 +254,5 @@ def _no_jvp(*_, **__):
 
 ad.primitive_jvps[fwd_p] = _no_jvp
 ad.primitive_jvps[bwd_p] = _no_jvp
-batching.primitive_batchers[fwd_p] = _no_vmap
-batching.primitive_batchers[bwd_p] = _no_vmap
+batching.register(fwd_p, fwd, (0, 1))
+batching.register(bwd_p, bwd, (0, 0, 0))

@@ -231,6 +231,18 @@ def check_bwd_operands(ops: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must have shape {shape}, got {ops[name].shape}.")
 
 
+def check_folded(examples: Mapping[str, Any], size: int) -> None:
+    """Raises ValueError where `jax.vmap` over `size` examples of the arrays needs an offset, or an id, beyond int32."""
+    for name, x in examples.items():
+        total = size * x.shape[0]
+        if total > _INT32_MAX:
+            what = "blocks" if len(x.shape) == 4 else "rows"
+            raise ValueError(
+                f"jax.vmap over {size} examples of {name} {x.shape} makes one array of {total} {what}, more than the "
+                f"{_INT32_MAX} that int32 can count. Map over fewer at once: jax.lax.map(..., batch_size=...)."
+            )
+
+
 def check_append_operands(ops: Mapping[str, Any]) -> None:
     """Raises ValueError or TypeError unless the operands, by name, are those of one call of `append_kv`."""
     _check_pools(ops["k_cache"], ops["v_cache"])
