@@ -4,32 +4,18 @@
 // warps, each with its own keys of the step, and their results are merged at the end; a larger tile gives 16 rows to each warp.
 #pragma once
 
+#include "combine.cuh"
 #include "decode.h"
+#include "decode_tile.cuh"
+#include "kv_product.cuh"
 #include "paged.cuh"
 #include "params.h"
 #include "sequence.cuh"
 #include "softmax.cuh"
 #include "tile_config.h"
 #include "tile_io.cuh"
-#include "tile_mma.cuh"
 
 namespace jax_varlen {
-
-__device__ __forceinline__ int64_t ShareBegin(const DecodeHead& head, int share) {
-  return share * head.share_units + min(static_cast<int64_t>(share), head.longer);
-}
-
-// The share that holds a unit.
-__device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
-  if (head.units <= INT_MAX) {  // 64-bit divisions take long
-    const uint32_t u = static_cast<uint32_t>(unit), size = static_cast<uint32_t>(head.share_units);
-    const uint32_t longer = static_cast<uint32_t>(head.longer), of_longer = longer * (size + 1);
-    return u < of_longer ? u / (size + 1) : longer + (u - of_longer) / size;
-  }
-  const int64_t of_longer = head.longer * (head.share_units + 1);
-  return static_cast<int>(unit < of_longer ? unit / (head.share_units + 1)
-                                           : head.longer + (unit - of_longer) / head.share_units);
-}
 
 // The place of the tile that holds a unit.
 __device__ __forceinline__ int FindTile(const DecodeList& list, int count, int64_t unit) {
@@ -45,40 +31,6 @@ __device__ __forceinline__ int FindTile(const DecodeList& list, int count, int64
   return lo;
 }
 
-__device__ __forceinline__ int RowsOf(const FwdParams& p, const Tile& tile) {
-  return min(kDecodeRows, tile.q_used * p.group_size - tile.row);
-}
-
-// One row of a tile.
-struct DecodeRow {
-  int query;  // of the sequence
-  int head;   // of q
-
-  __device__ __forceinline__ DecodeRow(const FwdParams& p, const Tile& tile, int kv_head, int row) {
-    const uint32_t group = p.group_size, pair = tile.row + row;
-    query = pair / group;
-    head = kv_head * group + (pair - query * group);
-  }
-
-  // In an array (total_q, num_heads, columns).
-  __device__ __forceinline__ int64_t Element(const FwdParams& p, const Tile& tile, int64_t columns) const {
-    return ((static_cast<int64_t>(tile.q_begin) + query) * p.num_heads + head) * columns;
-  }
-
-  __device__ __forceinline__ float* Lse(const FwdParams& p, const Tile& tile) const {
-    return p.lse + head * p.total_q + tile.q_begin + query;
-  }
-
-  // Of base 2; -inf where there is none.
-  __device__ __forceinline__ float Sink(const FwdParams& p, const Tile& tile) const {
-    return p.sinks && tile.sequence < p.batch ? p.sinks[head] * kLog2e : -INFINITY;
-  }
-
-  __device__ __forceinline__ float Slope(const FwdParams& p, const Tile& tile) const {
-    return p.alibi_slopes && tile.sequence < p.batch ? p.alibi_slopes[tile.sequence * p.alibi_batch_stride + head] : 0.f;
-  }
-};
-
 // One tile and kv head, or the part of its keys that lies in a share.
 struct Segment {
   int kv_head;
@@ -86,113 +38,6 @@ struct Segment {
   int steps;
   bool whole;   // no other share has keys of this tile and head
   int partial;  // where the result goes otherwise
-};
-
-// The products of a warp's 16 rows with keys and values that are held as E, T itself or e4m3, which is unpacked into fragments.
-// Both are read from tiles as those of 16-bit elements are; then a fragment's columns are not where they would be for T, and
-// `Column` says which two columns of the output are values 2 d and 2 d + 1 of a thread, and `QColumn` the same for Q.
-template <typename T, typename E, int kHeadDim>
-struct KvProduct {
-  static constexpr int kColumns = kHeadDim;  // of a tile, in 16-bit elements
-
-  static __device__ __forceinline__ void LoadQ(uint32_t (&q)[4], const T* row, int step, int r, bool valid, int columns) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int column = 16 * step + 8 * c + 2 * (threadIdx.x % 4);
-      q[r + 2 * c] = valid && column < columns ? *reinterpret_cast<const uint32_t*>(row + column) : 0;
-    }
-  }
-
-  template <int kN>
-  static __device__ __forceinline__ void Logits(float (&acc_s)[1][kN][4], const uint32_t (&q)[kHeadDim / 16][4],
-                                                uint32_t address_k) {
-    MultiplyTransposed<T, kHeadDim, false>(
-        acc_s,
-        [&](uint32_t (&fragment)[4], int, int kk) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) fragment[e] = q[kk][e];
-        },
-        address_k);
-  }
-
-  template <int kSteps, typename LoadP>
-  static __device__ __forceinline__ void Output(float (&acc_o)[1][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
-    Accumulate<T, kHeadDim, kSteps, true>(acc_o, load_p, address_v);
-  }
-
-  static __device__ __forceinline__ int Column(int d) { return 8 * d + 2 * (threadIdx.x % 4); }
-
-  static __device__ __forceinline__ float2 Values(const float (&acc_o)[kHeadDim / 8][4], int r, int d) {
-    return {acc_o[d][2 * r], acc_o[d][2 * r + 1]};
-  }
-};
-
-struct E4M3 {
-  uint8_t bits;
-};
-
-template <typename T, int kHeadDim>
-struct KvProduct<T, E4M3, kHeadDim> {
-  static constexpr int kColumns = kHeadDim / 2;
-
-  // A thread holds four neighbouring columns of 16: the even ones where the first half of a fragment is, then the odd ones.
-  static __device__ __forceinline__ void LoadQ(uint32_t (&q)[4], const T* row, int step, int r, bool valid, int columns) {
-    const int column = 16 * step + 4 * (threadIdx.x % 4);
-    uint2 four = {0, 0};
-    if (valid && column < columns) four = *reinterpret_cast<const uint2*>(row + column);
-    q[r] = __byte_perm(four.x, four.y, 0x5410);
-    q[r + 2] = __byte_perm(four.x, four.y, 0x7632);
-  }
-
-  template <int kN>
-  static __device__ __forceinline__ void Logits(float (&acc_s)[1][kN][4], const uint32_t (&q)[kHeadDim / 16][4],
-                                                uint32_t address_k) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc_s[0][n][e] = 0.f;
-#pragma unroll
-    for (int kk = 0; kk < kHeadDim / 32; ++kk)
-#pragma unroll
-      for (int n = 0; n < kN / 2; ++n) {
-        uint32_t words[4];
-        ptx::LoadMatrix4(words, At(address_k, kk) + n * (32 * kColumns));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          uint32_t even, odd;
-          ptx::UnpackE4M3<T>(words[i], &even, &odd);
-          ptx::Mma16x8x16<T>(acc_s[0][2 * n + i / 2], q[2 * kk + i % 2], even, odd);
-        }
-      }
-  }
-
-  template <int kSteps, typename LoadP>
-  static __device__ __forceinline__ void Output(float (&acc_o)[1][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
-#pragma unroll
-    for (int kk = 0; kk < kSteps; ++kk) {
-      uint32_t p[4];
-      load_p(p, 0, kk);
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 32; ++d) {
-        uint32_t words[4];
-        ptx::LoadMatrix4Transposed(words, At(address_v, d) + kk * (32 * kColumns));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t even[2], odd[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) ptx::UnpackE4M3<T>(words[2 * i + half], &even[half], &odd[half]);
-          ptx::Mma16x8x16<T>(acc_o[0][4 * d + 2 * i], p, even[0], even[1]);
-          ptx::Mma16x8x16<T>(acc_o[0][4 * d + 2 * i + 1], p, odd[0], odd[1]);
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ int Column(int d) { return 16 * (d / 2) + 4 * (threadIdx.x % 4) + 2 * (d % 2); }
-
-  static __device__ __forceinline__ float2 Values(const float (&acc_o)[kHeadDim / 8][4], int r, int d) {
-    return {acc_o[d / 2 * 2][2 * r + d % 2], acc_o[d / 2 * 2 + 1][2 * r + d % 2]};
-  }
 };
 
 // What the warps leave in shared memory, where the stages were, when each has had keys of its own: four results of 16 rows.
@@ -441,62 +286,6 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
       __syncthreads();
       unit += units;
     }
-  }
-}
-
-// One CTA for a tile and kv head and some rows: where it lies in several shares, it merges their partial results. A warp has a
-// row at a time.
-constexpr int kCombineWarps = 4;
-
-template <typename T>
-__global__ __launch_bounds__(32 * kCombineWarps) void combine_kernel(const __grid_constant__ FwdParams p,
-                                                                     const __grid_constant__ DecodeList list,
-                                                                     const __grid_constant__ Partials partials) {
-  const DecodeHead head = *list.head;
-  const int lane = threadIdx.x % 32, t = blockIdx.x / static_cast<int>(p.num_kv_heads);
-  if (t >= head.count) return;
-  const int kv_head = blockIdx.x - t * static_cast<int>(p.num_kv_heads);
-  const DecodeTile& entry = list.tiles[t];
-  const Tile& tile = entry.tile;
-  const int rows = RowsOf(p, tile), row0 = blockIdx.y * kCombineWarps + threadIdx.x / 32;
-  if (row0 >= rows) return;
-  const int units_per_head = entry.UnitsPerHead(p);
-  const int64_t begin = entry.first_unit + static_cast<int64_t>(kv_head) * units_per_head;
-  const int first = ShareOf(head, begin), parts = ShareOf(head, begin + units_per_head - 1) - first + 1;
-  if (parts == 1) return;
-  const int columns = static_cast<int>(p.head_dim_v);
-
-  for (int row = row0; row < rows; row += gridDim.y * kCombineWarps) {
-    // The first part stands where its share ends, the others where theirs begin.
-    auto place = [&](int i) { return (2 * (first + i) + (i == 0)) * partials.rows + row; };
-    const DecodeRow where(p, tile, kv_head, row);
-    const float sink = where.Sink(p, tile);
-    float top = sink, sum = 0.f;
-    for (int i = lane; i < parts; i += 32) top = fmaxf(top, partials.lse[place(i)]);
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float shift = top == -INFINITY ? 0.f : top;
-    for (int i = lane; i < parts; i += 32) sum += ptx::Exp2(partials.lse[place(i)] - shift);
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    sum += ptx::Exp2(sink - shift);
-    const float scale = sum == 0.f ? 0.f : 1.f / sum;
-    T* out = static_cast<T*>(p.out) + where.Element(p, tile, columns);
-    for (int column0 = 0; column0 < columns; column0 += 128) {
-      const int column = column0 + 4 * lane;
-      float4 acc = {0.f, 0.f, 0.f, 0.f};
-      for (int i0 = 0; i0 < parts; i0 += 32) {
-        const float mine = i0 + lane < parts ? ptx::Exp2(partials.lse[place(i0 + lane)] - shift) * scale : 0.f;
-#pragma unroll 4
-        for (int i = i0; i < min(parts, i0 + 32); ++i) {
-          const float weight = __shfl_sync(~0u, mine, i - i0);
-          if (column >= columns) continue;
-          const float4 x = *reinterpret_cast<const float4*>(partials.out + place(i) * columns + column);
-          acc = {fmaf(x.x, weight, acc.x), fmaf(x.y, weight, acc.y), fmaf(x.z, weight, acc.z), fmaf(x.w, weight, acc.w)};
-        }
-      }
-      if (column < columns)
-        *reinterpret_cast<uint2*>(out + column) = {ptx::Pack2<T>(acc.x, acc.y), ptx::Pack2<T>(acc.z, acc.w)};
-    }
-    if (lane == 0) *where.Lse(p, tile) = sum == 0.f ? -INFINITY : (shift + ptx::Log2(sum)) * kLn2;
   }
 }
 
