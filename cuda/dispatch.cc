@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <climits>
 #include <cstdlib>
 
 #include "decode.h"
@@ -38,11 +39,10 @@ int64_t DecodeListWords(const FwdParams& params) {
   return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params));
 }
 
-// The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set: it has not been run yet.
+// The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set.
 bool IsForSm90(const FwdParams& params, const Device& device) {
-  constexpr int64_t kWidest = 128;
-  return std::getenv("JAX_VARLEN_CUDA_SM90") && device.major == 9 && params.total_k > 0 && params.head_dim <= kWidest &&
-         params.head_dim_v <= kWidest;
+  return std::getenv("JAX_VARLEN_CUDA_SM90") && device.major == 9 && params.total_k > 0 && params.total_k <= INT_MAX &&
+         params.block_size % 8 == 0 && params.kv_dtype == params.dtype;
 }
 
 template <DType dtype>
@@ -50,7 +50,7 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
   const int64_t list_words = WorkspaceWords(params.total_q, params.batch);
   FwdWorkspace lists = {WorkListIn(workspace), {}, 0};
   if (params.block_size == 0)
-    return IsForSm90(params, device) ? FwdSm90<dtype>(params, lists.list, device, stream)
+    return IsForSm90(params, device) ? FwdSm90<dtype>(params, lists, device, stream)
                                      : FwdSm80<dtype, false>(params, lists, device, stream);
   lists.decode = DecodeListIn(workspace + list_words);
   lists.most_shares = std::min(kMaxShares, kDecodeCtas * device.multiprocessors);
@@ -59,7 +59,9 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
   partials.rows = static_cast<int>(MaxDecodeRows(params));
   partials.out = reinterpret_cast<float*>(workspace + list_words + DecodeListWords(params));
   partials.lse = partials.out + 2 * int64_t{partials.shares} * partials.rows * params.head_dim_v;
-  if (cudaError_t error = FwdSm80<dtype, true>(params, lists, device, stream)) return error;
+  cudaError_t error = IsForSm90(params, device) ? FwdSm90<dtype>(params, lists, device, stream)
+                                                : FwdSm80<dtype, true>(params, lists, device, stream);
+  if (error) return error;
   return params.kv_dtype == DType::kE4M3 ? Decode<dtype, DType::kE4M3>(params, lists.decode, partials, stream)
                                          : Decode<dtype, dtype>(params, lists.decode, partials, stream);
 }

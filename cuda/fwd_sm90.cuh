@@ -1,56 +1,75 @@
-// The forward kernel of the Hopper family: wgmma, bulk tensor copies, warp specialisation. Not chosen yet: see docs/tuning.md.
+// The forward kernel of the Hopper family: wgmma, bulk tensor copies, warp specialisation. docs/design.md says why it is so.
 //
-// A CTA takes tiles of 128 rows of q of one head, one by one. One warp of the first warpgroup copies: it runs ahead of the two
-// others by kStages tiles of keys and by a tile of q. Each of these owns 64 rows; while its products O += P V of one tile of
-// keys run, it makes the probabilities of the next.
+// A CTA takes items, tiles of q of one head, one by one. Of its first warpgroup one warp fetches items and one copies: both run
+// ahead of the others, which own 64 rows of q each. These take turns at the tensor cores: a turn is S = Q K^T for one tile of
+// keys and O += P V for the tile before it, which may belong to the item before. While its products run, a warpgroup makes
+// probabilities.
 #pragma once
 
+#include <numeric>
+
 #include "device.h"
-#include "fwd_store.cuh"
 #include "params.h"
 #include "ptx_sm90.cuh"
 #include "schedule.h"
 #include "sequence.cuh"
 #include "softmax.cuh"
+#include "tensor_map.h"
+#include "tile_config.h"
 
 namespace jax_varlen {
 
-template <int HeadDim, int TileN, int Stages>
+// What the copy engine's swizzle wants of a tile's address.
+constexpr uint32_t kTileAlignment = 1024;
+
+template <int HeadDim, int TileN, int Groups, int Stages, int QStages>
 struct Sm90TileConfig {
   static constexpr int kHeadDim = HeadDim;
-  static constexpr int kTileN = TileN;
-  static constexpr int kStages = Stages;
-  static constexpr int kTileM = 128;
-  static constexpr int kThreads = 384;
-  static constexpr int kBoxColumns = 64;  // 128 bytes, what the copy engine swizzles
-  static constexpr int kBoxes = HeadDim / kBoxColumns;
+  static constexpr int kTileN = TileN;      // keys
+  static constexpr int kGroups = Groups;    // warpgroups with 64 rows of q each
+  static constexpr int kStages = Stages;    // tiles of K, and as many of V, in shared memory
+  static constexpr int kQStages = QStages;  // tiles of q
+  static constexpr int kTileM = 64 * Groups;
+  static constexpr int kThreads = 128 * (1 + Groups);
+  static constexpr int kConsumers = 128 * Groups;
+  static constexpr int kProducerRegisters = Groups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = Groups == 2 ? 240 : 160;
+  static constexpr int kBoxes = (HeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr uint32_t kRowBytes = 2 * kBoxColumns;
-  static constexpr uint32_t kGroupQBytes = 64 * 2 * HeadDim;    // of one warpgroup: (boxes, 64 rows, 128 bytes)
-  static constexpr uint32_t kTileKBytes = TileN * 2 * HeadDim;  // (boxes, TileN rows, 128 bytes)
-  static constexpr int kSmemBytes = 2 * kGroupQBytes + 2 * Stages * kTileKBytes;
+  static constexpr uint32_t kGroupQBytes = 64 * kBoxes * kRowBytes;  // of one warpgroup: (boxes, 64 rows, 128 bytes)
+  static constexpr uint32_t kTileQBytes = Groups * kGroupQBytes;
+  static constexpr uint32_t kTileKBytes = TileN * kBoxes * kRowBytes;  // (boxes, TileN rows, 128 bytes)
+  static constexpr int kSmemBytes = QStages * kTileQBytes + 2 * Stages * kTileKBytes + kTileAlignment;
 };
 
-using Sm90Tile64 = Sm90TileConfig<64, 128, 4>;
-using Sm90Tile128 = Sm90TileConfig<128, 128, 2>;
+using Sm90Tile64 = Sm90TileConfig<64, 128, 2, 4, 2>;
+using Sm90Tile96 = Sm90TileConfig<96, 128, 2, 2, 2>;
+using Sm90Tile128 = Sm90TileConfig<128, 128, 2, 2, 2>;
+using Sm90Tile192 = Sm90TileConfig<192, 112, 2, 2, 1>;
+using Sm90Tile256 = Sm90TileConfig<256, 80, 2, 2, 1>;
 
 struct Sm90Maps {
   CUtensorMap q, k, v;
+  int rows_k;  // of a box of keys
 };
 
-constexpr int kSm90Slots = 2;  // work items that are known at a time
-constexpr int kConsumerWarps = 8;
+constexpr int kSm90Slots = 4;  // items that are known at a time
 
 struct Sm90Item {
   Tile tile;
   int head;  // none where negative
 };
 
-template <int kStages>
+template <typename Config>
 struct Sm90Barriers {
   uint64_t item_full[kSm90Slots], item_empty[kSm90Slots];
-  uint64_t q_full, q_empty;
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
+  uint64_t k_full[Config::kStages], k_empty[Config::kStages];
+  uint64_t v_full[Config::kStages], v_empty[Config::kStages];
 };
+
+// Named barriers: one for all consumers, and for each warpgroup the one at which it waits for its turn.
+enum NamedBarrier { kAllConsumers = 1, kFirstTurn = 2 };
 
 // A place in a ring of kSize, and the parity of its round.
 template <int kSize>
@@ -66,62 +85,110 @@ struct RingPlace {
   }
 };
 
-// Descriptor of a tile in shared memory for wgmma, rows of 128 bytes, swizzled as the copy engine does it. `stride` is from 8
-// rows to the next 8, `leading` from 64 columns to the next 64 where they are the free dimension.
+// Waits until a place of a ring is full; a producer waits for `empty` with the other parity.
+template <int kSize>
+__device__ __forceinline__ void WaitFull(uint64_t (&full)[kSize], const RingPlace<kSize>& place) {
+  ptx::WaitBarrier(ptx::SmemAddress(&full[place.index]), place.parity);
+}
+
+template <int kSize>
+__device__ __forceinline__ void WaitEmpty(uint64_t (&empty)[kSize], const RingPlace<kSize>& place) {
+  ptx::WaitBarrier(ptx::SmemAddress(&empty[place.index]), place.parity ^ 1);
+}
+
+// Descriptor of a tile in shared memory for wgmma, rows of 128 bytes, swizzled as the copy engine does it. 8 rows are 1024
+// bytes from the next 8; `leading` is from 64 columns to the next 64, for a tile whose columns are not those that products sum
+// over.
 __device__ __forceinline__ uint64_t Descriptor(uint32_t smem, uint32_t leading) {
   constexpr uint64_t kStride = 1024, kSwizzle128 = 1;
   return (smem & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 | kStride >> 4 << 32 | kSwizzle128 << 62;
 }
 
+// The tiles of keys that an item meets.
 template <typename Config>
 __device__ __forceinline__ KeyRange TilesOfKeys(const KeyRange& any) {
   return any.lo < any.hi ? KeyRange{any.lo / Config::kTileN, (any.hi - 1) / Config::kTileN + 1} : KeyRange{0, 0};
 }
 
-template <typename Config>
-__device__ __forceinline__ void Produce(const FwdParams& p, const WorkList& list, const Sm90Maps& maps, uint32_t smem,
-                                        Sm90Barriers<Config::kStages>& barriers, Sm90Item* slots) {
-  constexpr int kTileN = Config::kTileN, kStages = Config::kStages;
-  const uint32_t smem_k = smem + 2 * Config::kGroupQBytes, smem_v = smem_k + kStages * Config::kTileKBytes;
-  const int64_t items = *list.count * p.num_heads;
+// One thread. The atomic for an item is under way while the tile of the one before is read.
+__device__ __forceinline__ void FetchItems(const FwdParams& p, const WorkList& list, uint64_t (&full)[kSm90Slots],
+                                           uint64_t (&empty)[kSm90Slots], Sm90Item* slots) {
+  const uint32_t heads = static_cast<uint32_t>(p.num_heads), items = *list.count * heads;
   RingPlace<kSm90Slots> slot;
-  RingPlace<kStages> stage;
-  uint32_t q_parity = 0;
-  for (int64_t item = blockIdx.x;;) {
-    ptx::WaitBarrier(ptx::SmemAddress(&barriers.item_empty[slot.index]), slot.parity ^ 1);
-    Sm90Item& next = slots[slot.index];
+  for (uint32_t item = blockIdx.x;; slot.Advance()) {
     const bool there = item < items;
-    next.head = there ? static_cast<int>(item % p.num_heads) : -1;
-    if (there) next.tile = list.tiles[item / p.num_heads];
-    ptx::Arrive(ptx::SmemAddress(&barriers.item_full[slot.index]));
+    const uint32_t next = gridDim.x + static_cast<uint32_t>(atomicAdd(list.taken, 1ull));
+    Tile tile{};
+    if (there) tile = list.tiles[item / heads];
+    WaitEmpty(empty, slot);
+    slots[slot.index] = {tile, there ? static_cast<int>(item % heads) : -1};
+    ptx::Arrive(ptx::SmemAddress(&full[slot.index]));
     if (!there) return;
-    const Tile tile = next.tile;
-    const int head = next.head, kv_head = head / p.group_size;
-    slot.Advance();
-    const KeyRange tiles = TilesOfKeys<Config>(VisibleToAny(p, tile, Config::kTileM));
-    if (tiles.lo < tiles.hi) {
-      const uint32_t q_full = ptx::SmemAddress(&barriers.q_full);
-      ptx::WaitBarrier(ptx::SmemAddress(&barriers.q_empty), q_parity ^ 1);
-      q_parity ^= 1;
-      ptx::ArriveExpect(q_full, 2 * Config::kGroupQBytes);
-      for (int group = 0; group < 2; ++group)
-        for (int box = 0; box < Config::kBoxes; ++box)
-          ptx::CopyBox3(smem + group * Config::kGroupQBytes + box * 64 * Config::kRowBytes, &maps.q, q_full,
-                        box * Config::kBoxColumns, head, tile.q_begin + tile.row + 64 * group);
-      for (int n = tiles.hi - 1; n >= tiles.lo; --n) {
-        auto copy = [&](const CUtensorMap* map, uint64_t* full, uint64_t* empty, uint32_t to) {
-          ptx::WaitBarrier(ptx::SmemAddress(&empty[stage.index]), stage.parity ^ 1);
-          ptx::ArriveExpect(ptx::SmemAddress(&full[stage.index]), Config::kTileKBytes);
-          for (int box = 0; box < Config::kBoxes; ++box)
-            ptx::CopyBox3(to + stage.index * Config::kTileKBytes + box * kTileN * Config::kRowBytes, map,
-                          ptx::SmemAddress(&full[stage.index]), box * Config::kBoxColumns, kv_head, tile.k_begin + n * kTileN);
-        };
-        copy(&maps.k, barriers.k_full, barriers.k_empty, smem_k);
-        copy(&maps.v, barriers.v_full, barriers.v_empty, smem_v);
-        stage.Advance();
-      }
+    item = next;
+  }
+}
+
+// One warp: q of each item that sees a key, and K and V of the keys that it sees, from the last tile to the first.
+template <typename Config, bool kPaged>
+__device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, uint32_t smem, Sm90Barriers<Config>& barriers,
+                                     const Sm90Item* slots) {
+  constexpr int kTileN = Config::kTileN, kBoxes = Config::kBoxes, kStages = Config::kStages;
+  const uint32_t smem_k = smem + Config::kQStages * Config::kTileQBytes, smem_v = smem_k + kStages * Config::kTileKBytes;
+  const int lane = threadIdx.x % 32;
+  RingPlace<kSm90Slots> slot;
+  RingPlace<Config::kQStages> q_stage;
+  RingPlace<kStages> stage;
+  for (;; slot.Advance()) {
+    WaitFull(barriers.item_full, slot);
+    const int head = slots[slot.index].head;
+    const Tile tile = slots[slot.index].tile;
+    __syncwarp();
+    if (lane == 0) ptx::Arrive(ptx::SmemAddress(&barriers.item_empty[slot.index]));
+    if (head < 0) return;
+    const KeyRange any = VisibleToAny(p, tile, Config::kTileM), tiles = TilesOfKeys<Config>(any);
+    if (tiles.lo >= tiles.hi) continue;
+    const int kv_head = head / p.group_size;
+
+    WaitEmpty(barriers.q_empty, q_stage);
+    const uint32_t q_full = ptx::SmemAddress(&barriers.q_full[q_stage.index]);
+    if (lane == 0) ptx::ArriveExpect(q_full, Config::kTileQBytes);
+    __syncwarp();
+    if (lane < Config::kGroups * kBoxes) {
+      const int group = lane / kBoxes, box = lane % kBoxes;
+      ptx::CopyBox3(smem + q_stage.index * Config::kTileQBytes + group * Config::kGroupQBytes + box * 64 * Config::kRowBytes,
+                    &maps.q, q_full, box * kBoxColumns, head, tile.q_begin + tile.row + 64 * group);
     }
-    item = gridDim.x + static_cast<int64_t>(atomicAdd(list.taken, 1ull));
+    q_stage.Advance();
+
+    for (int n = tiles.hi - 1; n >= tiles.lo; --n, stage.Advance()) {
+      const auto copy = [&](const CUtensorMap* map, uint64_t (&full)[kStages], uint64_t (&empty)[kStages], uint32_t to) {
+        WaitEmpty(empty, stage);
+        const uint32_t barrier = ptx::SmemAddress(&full[stage.index]);
+        if (lane == 0) ptx::ArriveExpect(barrier, Config::kTileKBytes);
+        __syncwarp();
+        to += stage.index * Config::kTileKBytes;
+        if constexpr (!kPaged) {
+          if (lane < kBoxes)
+            ptx::CopyBox3(to + lane * kTileN * Config::kRowBytes, map, barrier, lane * kBoxColumns, kv_head,
+                          tile.k_begin + n * kTileN);
+        } else {
+          // Boxes of rows of one block. Entries of keys that are not seen are not read, and a box outside the pool is zeros.
+          const int rows = maps.rows_k;
+          for (int i = lane; i < kTileN / rows * kBoxes; i += 32) {
+            const int box = i % kBoxes, row = i / kBoxes * rows, key = n * kTileN + row;
+            const uint32_t block_size = static_cast<uint32_t>(p.block_size), column = static_cast<uint32_t>(key) / block_size;
+            int id = -1;
+            if (key < any.hi && key + rows > any.lo) id = p.block_table[tile.sequence * p.max_blocks + column];
+            const bool valid = static_cast<uint32_t>(id) < static_cast<uint32_t>(p.num_blocks);
+            const int pool_row = id * static_cast<int>(block_size) + static_cast<int>(key - column * block_size);
+            ptx::CopyBox3(to + (box * kTileN + row) * Config::kRowBytes, map, barrier, box * kBoxColumns, kv_head,
+                          valid ? pool_row : static_cast<int>(p.total_k));
+          }
+        }
+      };
+      copy(&maps.k, barriers.k_full, barriers.k_empty, smem_k);
+      copy(&maps.v, barriers.v_full, barriers.v_empty, smem_v);
+    }
   }
 }
 
@@ -137,220 +204,330 @@ __device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], SoftmaxState
     }
 }
 
-// Rows of V that no row of the tile sees belong to somebody else, and 0 * NaN is NaN: they become zeros, in shared memory.
+// Rows of V that no row of the tile sees belong to somebody else, and 0 * NaN is NaN: all consumers together make them zeros,
+// in shared memory.
 template <typename Config>
 __device__ __forceinline__ void ClearRows(uint32_t smem_v, int lo, int hi) {
   constexpr uint32_t zeros[4] = {};
-  constexpr int kChunks = Config::kRowBytes / 16;
-  const int thread = threadIdx.x - 128;
-  for (int i = thread; i < Config::kTileN * kChunks * Config::kBoxes; i += 32 * kConsumerWarps) {
-    const int row = i / kChunks % Config::kTileN;
-    if (row < lo || row >= hi) ptx::StoreShared16(smem_v + 16 * i, zeros);
-  }
+  constexpr int kChunks = Config::kRowBytes / 16, kN = Config::kTileN;
+  const int row0 = (threadIdx.x - 128) / kChunks, chunk = threadIdx.x % kChunks;
+  const auto clear = [&](int row) {
+#pragma unroll
+    for (int box = 0; box < Config::kBoxes; ++box)
+      ptx::StoreShared16(smem_v + (box * kN + row) * Config::kRowBytes + chunk * 16, zeros);
+  };
+  for (int row = row0; row < lo; row += Config::kConsumers / kChunks) clear(row);
+  for (int row = max(hi, 0) + row0; row < kN; row += Config::kConsumers / kChunks) clear(row);
   ptx::FenceProxyAsync();
-  ptx::BarrierSync(1, 32 * kConsumerWarps);
+  ptx::BarrierSync(kAllConsumers, Config::kConsumers);
 }
 
+// A 4x4 exchange in a quad: word i of lane c becomes word c of lane i.
+__device__ __forceinline__ void TransposeQuad(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
+    words[i] = odd ? other : words[i];
+    words[i + 1] = odd ? words[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, high ? words[i] : words[i + 2], 2);
+    words[i] = high ? other : words[i];
+    words[i + 2] = high ? words[i + 2] : other;
+  }
+}
+
+// Stores a thread's part of 16 rows of out and lse, from `row0` of the sequence on.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void StoreRows16(const float (&acc_o)[kHeadDim / 8][4], const SoftmaxState& state,
+                                            const Logits& logits, const FwdParams& p, const Tile& tile, int head, int row0) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = row0 + lane / 4 + 8 * r;
+    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
+    if (row >= tile.q_used) result = {0.f, -INFINITY};
+    if (p.v_scale) result.out_scale *= p.v_scale[head / p.group_size];
+    const bool owned = row < tile.q_owned;
+    if (lane % 4 == 0 && owned) p.lse[head * p.total_q + tile.q_begin + row] = result.lse;
+    T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row) * p.num_heads + head) * p.head_dim_v;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; d += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float lo = result.out_scale == 0.f ? 0.f : acc_o[d + i][2 * r] * result.out_scale;
+        const float hi = result.out_scale == 0.f ? 0.f : acc_o[d + i][2 * r + 1] * result.out_scale;
+        words[i] = ptx::Pack2<T>(lo, hi);
+      }
+      TransposeQuad(words);
+      const int column = 8 * (d + lane % 4);
+      if (owned && column < p.head_dim_v)
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// Stores 16 rows of an item that sees no key: the sink is all that a row has, if it counts.
+template <typename T>
+__device__ __forceinline__ void StoreNothing(const FwdParams& p, const Tile& tile, int head, int row0) {
+  const int lane = threadIdx.x % 32;
+  for (int row = row0; row < min(row0 + 16, tile.q_owned); ++row) {
+    T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row) * p.num_heads + head) * p.head_dim_v;
+    if (8 * lane < p.head_dim_v) *reinterpret_cast<uint4*>(out + 8 * lane) = make_uint4(0, 0, 0, 0);
+    if (lane == 0) p.lse[head * p.total_q + tile.q_begin + row] = p.sinks && row < tile.q_used ? p.sinks[head] : -INFINITY;
+  }
+}
+
+// What a warpgroup knows of an item with keys.
+struct Sm90Work {
+  int slot;
+  KeyRange any, all, tiles;
+};
+
 template <typename T, typename Config>
-__device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90Barriers<Config::kStages>& barriers,
+__device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90Barriers<Config>& barriers,
                                         const Sm90Item* slots) {
   constexpr int kHeadDim = Config::kHeadDim, kTileN = Config::kTileN, kStages = Config::kStages;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const uint32_t smem_q = smem + group * Config::kGroupQBytes, smem_k = smem + 2 * Config::kGroupQBytes;
-  const uint32_t smem_v = smem_k + kStages * Config::kTileKBytes;
+  const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, first_row = (threadIdx.x - 128) / 32 * 16;
+  const uint32_t smem_k = smem + Config::kQStages * Config::kTileQBytes, smem_v = smem_k + kStages * Config::kTileKBytes;
   RingPlace<kSm90Slots> slot;
+  RingPlace<Config::kQStages> q_stage;
   RingPlace<kStages> k_stage, v_stage;
-  uint32_t q_parity = 0;
   const auto release = [&](uint64_t& barrier) {
     __syncwarp();
     if (lane == 0) ptx::Arrive(ptx::SmemAddress(&barrier));
   };
+  const auto take_turn = [&] { ptx::BarrierSync(kFirstTurn + group, 256); };
+  const auto pass_turn = [&] { ptx::BarrierArrive(kFirstTurn + (group + 1) % Config::kGroups, 256); };
 
-  for (;; slot.Advance()) {
-    ptx::WaitBarrier(ptx::SmemAddress(&barriers.item_full[slot.index]), slot.parity);
-    const Tile tile = slots[slot.index].tile;
-    const int head = slots[slot.index].head;
-    release(barriers.item_empty[slot.index]);
-    if (head < 0) return;
-    const KeyRange any = VisibleToAny(p, tile, Config::kTileM), all = VisibleToAll(p, tile, Config::kTileM);
-    const KeyRange tiles = TilesOfKeys<Config>(any);
-    const bool sees = tiles.lo < tiles.hi;
-    const int group_row = tile.row + 64 * group, thread_row = group_row + 16 * warp + lane / 4;
-    const Logits logits(p, tile, head);
-    float acc_o[kHeadDim / 8][4] = {};
-    SoftmaxState state;
-    uint32_t probabilities[kTileN / 16][4];
+  float acc_s[kTileN / 8][4], acc_o[kHeadDim / 8][4];
+  uint32_t probabilities[kTileN / 16][4];
+  SoftmaxState state;
 
-    // acc_s = Q K^T for the next tile of keys; under way when it returns.
-    float acc_s[kTileN / 8][4];
-    const auto begin_logits = [&] {
-      ptx::WaitBarrier(ptx::SmemAddress(&barriers.k_full[k_stage.index]), k_stage.parity);
-      const uint32_t tile_k = smem_k + k_stage.index * Config::kTileKBytes;
-      ptx::Pin(acc_s);
-      ptx::FenceProducts();
-#pragma unroll
-      for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-        const uint32_t box = kk / 4, columns = kk % 4 * 32;
-        ptx::Wgmma<T, kTileN / 8>::Multiply(acc_s, Descriptor(smem_q + box * 64 * Config::kRowBytes + columns, 0),
-                                            Descriptor(tile_k + box * kTileN * Config::kRowBytes + columns, 0), kk > 0);
+  // The next item that sees a key, when its q is there; those that see none are ended here. False at the end.
+  const auto next_work = [&](Sm90Work& work) {
+    for (;; slot.Advance()) {
+      WaitFull(barriers.item_full, slot);
+      const Tile& tile = slots[slot.index].tile;
+      const int head = slots[slot.index].head;
+      if (head < 0) return false;
+      work.any = VisibleToAny(p, tile, Config::kTileM);
+      work.tiles = TilesOfKeys<Config>(work.any);
+      if (work.tiles.lo < work.tiles.hi) {
+        work.all = VisibleToAll(p, tile, Config::kTileM);
+        work.slot = slot.index;
+        slot.Advance();
+        return true;
       }
-      ptx::CommitProducts();
-    };
-    const auto begin_output = [&](int n) {
-      ptx::WaitBarrier(ptx::SmemAddress(&barriers.v_full[v_stage.index]), v_stage.parity);
-      const uint32_t tile_v = smem_v + v_stage.index * Config::kTileKBytes;
-      const int lo = any.lo - n * kTileN, hi = any.hi - n * kTileN;
-      if (lo > 0 || hi < kTileN) ClearRows<Config>(tile_v, lo, hi);
-      ptx::Pin(acc_o);
-      ptx::FenceProducts();
-#pragma unroll
-      for (int kk = 0; kk < kTileN / 16; ++kk)
-        ptx::Wgmma<T, kHeadDim / 8>::MultiplyTransposed(
-            acc_o, probabilities[kk], Descriptor(tile_v + kk * 16 * Config::kRowBytes, kTileN * Config::kRowBytes));
-      ptx::CommitProducts();
-    };
-    // From logits to probabilities, in place; returns what the output so far is to be multiplied by.
-    const auto softmax = [&](int n) {
-      const int key0 = n * kTileN;
-      if (!logits.plain) {
-        ScaleLogits(acc_s, logits, p.softcap);
-        AddAlibi(acc_s, logits, thread_row + Shift(tile) - key0);
-      }
-      if (key0 < all.lo || key0 + kTileN > all.hi) MaskLogits(acc_s, p, tile, thread_row, key0);
-      const float2 rescale = UpdateMax(acc_s, state, logits.exponent_scale);
-      Exponentials(acc_s, state, logits.exponent_scale);
-      return rescale;
-    };
-    const auto round = [&] {
-#pragma unroll
-      for (int kk = 0; kk < kTileN / 16; ++kk)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          probabilities[kk][e] = ptx::Pack2<T>(acc_s[2 * kk + e / 2][2 * (e % 2)], acc_s[2 * kk + e / 2][2 * (e % 2) + 1]);
-    };
-
-    if (sees) {
-      ptx::WaitBarrier(ptx::SmemAddress(&barriers.q_full), q_parity);
-      q_parity ^= 1;
-      begin_logits();
-      ptx::WaitProducts<0>();
-      ptx::Pin(acc_s);
-      release(barriers.k_empty[k_stage.index]);
-      k_stage.Advance();
-      softmax(tiles.hi - 1);
-      round();
-      for (int n = tiles.hi - 2; n >= tiles.lo; --n) {
-        begin_logits();
-        begin_output(n + 1);
-        ptx::WaitProducts<1>();
-        ptx::Pin(acc_s);
-        release(barriers.k_empty[k_stage.index]);
-        k_stage.Advance();
-        const float2 rescale = softmax(n);
-        ptx::WaitProducts<0>();
-        ptx::Pin(acc_o);
-        release(barriers.v_empty[v_stage.index]);
-        v_stage.Advance();
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
-        round();
-      }
-      begin_output(tiles.lo);
-      ptx::WaitProducts<0>();
-      ptx::Pin(acc_o);
-      release(barriers.v_empty[v_stage.index]);
-      v_stage.Advance();
-      ptx::BarrierSync(2 + group, 128);  // the warpgroup's rows of q are no longer read, and out passes through them
+      StoreNothing<T>(p, tile, head, tile.row + first_row);
+      release(barriers.item_empty[slot.index]);
     }
-    StoreAtom<T, kHeadDim>(acc_o, state, logits, p, tile, head, group_row + 16 * warp, smem_q + 16 * warp * 2 * kHeadDim);
-    if (sees) {
-      ptx::FenceProxyAsync();
-      release(barriers.q_empty);
+  };
+  // acc_s = Q K^T for the next tile of keys; under way when it returns.
+  const auto begin_logits = [&] {
+    const uint32_t tile_q = smem + q_stage.index * Config::kTileQBytes + group * Config::kGroupQBytes;
+    const uint32_t tile_k = smem_k + k_stage.index * Config::kTileKBytes;
+    ptx::Pin(acc_s);
+    ptx::FenceProducts();
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim / 16; ++kk) {
+      const uint32_t box = kk / 4, columns = kk % 4 * 32;
+      ptx::Wgmma<T, kTileN / 8>::Multiply(acc_s, Descriptor(tile_q + box * 64 * Config::kRowBytes + columns, 0),
+                                          Descriptor(tile_k + box * kTileN * Config::kRowBytes + columns, 0), kk > 0);
     }
+    ptx::CommitProducts();
+  };
+  // acc_o = P V, or += where `add`.
+  const auto begin_output = [&](bool add) {
+    const uint32_t tile_v = smem_v + v_stage.index * Config::kTileKBytes;
+    ptx::Pin(acc_o);
+    ptx::FenceProducts();
+#pragma unroll
+    for (int kk = 0; kk < kTileN / 16; ++kk)
+      ptx::Wgmma<T, kHeadDim / 8>::MultiplyTransposed(
+          acc_o, probabilities[kk], Descriptor(tile_v + kk * 16 * Config::kRowBytes, kTileN * Config::kRowBytes),
+          add || kk > 0);
+    ptx::CommitProducts();
+  };
+  // Ends the product of begin_logits; `last` says that q of the item has met all of its keys.
+  const auto end_logits = [&](bool last) {
+    ptx::Pin(acc_s);
+    release(barriers.k_empty[k_stage.index]);
+    k_stage.Advance();
+    if (!last) return;
+    release(barriers.q_empty[q_stage.index]);
+    q_stage.Advance();
+  };
+  // From logits to probabilities, in place; returns what the output so far is to be multiplied by.
+  const auto softmax = [&](const Sm90Work& work, const Logits& logits, int n) {
+    const Tile& tile = slots[work.slot].tile;
+    const int key0 = n * kTileN, row = tile.row + first_row + lane / 4;
+    if (!logits.plain) {
+      ScaleLogits(acc_s, logits, p.softcap);
+      AddAlibi(acc_s, logits, row + Shift(tile) - key0);
+    }
+    if (key0 < work.all.lo || key0 + kTileN > work.all.hi) MaskLogits(acc_s, p, tile, row, key0);
+    const float2 rescale = UpdateMax(acc_s, state, logits.exponent_scale);
+    Exponentials(acc_s, state, logits.exponent_scale);
+    return rescale;
+  };
+  const auto round = [&] {
+#pragma unroll
+    for (int kk = 0; kk < kTileN / 16; ++kk)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        probabilities[kk][e] = ptx::Pack2<T>(acc_s[2 * kk + e / 2][2 * (e % 2)], acc_s[2 * kk + e / 2][2 * (e % 2) + 1]);
+  };
+
+  if (group == Config::kGroups - 1) pass_turn();
+  Sm90Work work;
+  if (!next_work(work)) return;
+  Logits logits(p, slots[work.slot].tile, slots[work.slot].head);
+  int n = work.tiles.hi - 1;
+  WaitFull(barriers.q_full, q_stage);
+  WaitFull(barriers.k_full, k_stage);
+  take_turn();
+  begin_logits();
+  pass_turn();
+  ptx::WaitProducts<0>();
+  end_logits(n == work.tiles.lo);
+  softmax(work, logits, n);
+  round();
+  // Waits for V of tile n, without the rows that nobody of the item sees.
+  const auto await_values = [&] {
+    WaitFull(barriers.v_full, v_stage);
+    const int lo = work.any.lo - n * kTileN, hi = work.any.hi - n * kTileN;
+    if (lo > 0 || hi < kTileN) ClearRows<Config>(smem_v + v_stage.index * Config::kTileKBytes, lo, hi);
+  };
+  const auto end_output = [&] {
+    ptx::WaitProducts<0>();
+    ptx::Pin(acc_o);
+    release(barriers.v_empty[v_stage.index]);
+    v_stage.Advance();
+  };
+  const auto store = [&](const SoftmaxState& state, const Logits& logits) {
+    const Sm90Item& item = slots[work.slot];
+    StoreRows16<T, kHeadDim>(acc_o, state, logits, p, item.tile, item.head, item.tile.row + first_row);
+    release(barriers.item_empty[work.slot]);
+  };
+  for (;;) {
+    // Here are the probabilities of tile n of the item; its output so far is in acc_o, if there is any.
+    const bool ends = n == work.tiles.lo;
+    Sm90Work next = work;
+    int next_n = n - 1;
+    if (ends) {
+      if (!next_work(next)) break;
+      next_n = next.tiles.hi - 1;
+      WaitFull(barriers.q_full, q_stage);
+    }
+    WaitFull(barriers.k_full, k_stage);
+    await_values();
+    take_turn();
+    begin_logits();
+    begin_output(n < work.tiles.hi - 1);
+    pass_turn();
+    ptx::WaitProducts<1>();
+    end_logits(next_n == next.tiles.lo);
+    const SoftmaxState ended = state;
+    const Logits ended_logits = logits;
+    if (ends) {
+      state = SoftmaxState();
+      logits = Logits(p, slots[next.slot].tile, slots[next.slot].head);
+    }
+    const float2 rescale = softmax(next, logits, next_n);
+    end_output();
+    if (ends) {
+      store(ended, ended_logits);
+    } else if (__any_sync(~0u, rescale.x != 1.f || rescale.y != 1.f)) {
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
+    }
+    round();
+    work = next;
+    n = next_n;
   }
+  await_values();
+  take_turn();
+  begin_output(n < work.tiles.hi - 1);
+  pass_turn();
+  end_output();
+  store(state, logits);
 }
 
-template <typename T, typename Config>
+template <typename T, typename Config, bool kPaged>
 __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __grid_constant__ FwdParams p,
                                                                        const __grid_constant__ WorkList list,
                                                                        const __grid_constant__ Sm90Maps maps) {
-  extern __shared__ __align__(1024) uint8_t smem[];
-  __shared__ Sm90Barriers<Config::kStages> barriers;
+  extern __shared__ uint8_t dynamic_smem[];
+  __shared__ Sm90Barriers<Config> barriers;
   __shared__ Sm90Item slots[kSm90Slots];
+  constexpr int kConsumerWarps = Config::kConsumers / 32;
+  const uint32_t smem = (ptx::SmemAddress(dynamic_smem) + kTileAlignment - 1) / kTileAlignment * kTileAlignment;
   if (threadIdx.x == 0) {
-    const auto init = [](uint64_t& barrier, int arrivals) { ptx::InitBarrier(ptx::SmemAddress(&barrier), arrivals); };
-    for (int i = 0; i < kSm90Slots; ++i) {
-      init(barriers.item_full[i], 1);
-      init(barriers.item_empty[i], kConsumerWarps);
-    }
+    const auto init = [](auto& ring, int arrivals) {
+      for (uint64_t& barrier : ring) ptx::InitBarrier(ptx::SmemAddress(&barrier), arrivals);
+    };
+    init(barriers.item_full, 1);
+    init(barriers.item_empty, kConsumerWarps + 1);
     init(barriers.q_full, 1);
     init(barriers.q_empty, kConsumerWarps);
-    for (int i = 0; i < Config::kStages; ++i) {
-      init(barriers.k_full[i], 1);
-      init(barriers.v_full[i], 1);
-      init(barriers.k_empty[i], kConsumerWarps);
-      init(barriers.v_empty[i], kConsumerWarps);
-    }
+    init(barriers.k_full, 1);
+    init(barriers.k_empty, kConsumerWarps);
+    init(barriers.v_full, 1);
+    init(barriers.v_empty, kConsumerWarps);
     ptx::FenceBarrierInit();
   }
   __syncthreads();
   if (threadIdx.x < 128) {
-    ptx::LowerRegisters<24>();
-    if (threadIdx.x == 0) Produce<Config>(p, list, maps, ptx::SmemAddress(smem), barriers, slots);
+    ptx::LowerRegisters<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) Copy<Config, kPaged>(p, maps, smem, barriers, slots);
+    if (threadIdx.x == 32) FetchItems(p, list, barriers.item_full, barriers.item_empty, slots);
   } else {
-    ptx::RaiseRegisters<240>();
-    Consume<T, Config>(p, ptx::SmemAddress(smem), barriers, slots);
+    ptx::RaiseRegisters<Config::kConsumerRegisters>();
+    Consume<T, Config>(p, smem, barriers, slots);
   }
 }
 
-// A map of rows of heads (rows, heads, columns) for boxes of 64 columns of one head.
-inline cudaError_t EncodeMap(CUtensorMap* map, const void* data, DType dtype, int64_t rows, int64_t heads, int64_t columns,
-                             int box_rows) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t dims[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(2 * columns), static_cast<cuuint64_t>(2 * columns * heads)};
-  const cuuint32_t box[3] = {64, 1, static_cast<cuuint32_t>(box_rows)}, steps[3] = {1, 1, 1};
-  const auto type = dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-template <typename T, typename Config>
-cudaError_t LaunchFwdSm90As(const FwdParams& params, const WorkList& list, const Device& device, cudaStream_t stream) {
-  cudaError_t error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
+template <typename T, typename Config, bool kPaged>
+cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
+  const WorkList& list = workspace.list;
+  cudaError_t error;
+  if constexpr (kPaged) {
+    error = LaunchPagedSchedule(params, Config::kTileM, Config::kTileN, list, DecodeStep(params), workspace.most_shares,
+                                workspace.decode, stream);
+    if (error || IsAllDecode(params)) return error;
+  } else {
+    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
+  }
   if (error) return error;
   Sm90Maps maps;
+  maps.rows_k = kPaged ? std::gcd(static_cast<int>(params.block_size), Config::kTileN) : Config::kTileN;
   error = EncodeMap(&maps.q, params.q, params.dtype, params.total_q, params.num_heads, params.head_dim, 64);
   if (!error)
-    error = EncodeMap(&maps.k, params.k, params.dtype, params.total_k, params.num_kv_heads, params.head_dim, Config::kTileN);
+    error = EncodeMap(&maps.k, params.k, params.dtype, params.total_k, params.num_kv_heads, params.head_dim, maps.rows_k);
   if (!error)
-    error = EncodeMap(&maps.v, params.v, params.dtype, params.total_k, params.num_kv_heads, params.head_dim_v, Config::kTileN);
+    error = EncodeMap(&maps.v, params.v, params.dtype, params.total_k, params.num_kv_heads, params.head_dim_v, maps.rows_k);
   if (error) return error;
-  const auto kernel = fwd_sm90_kernel<T, Config>;
-  constexpr int kSmemBytes = Config::kSmemBytes + 1024;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  const auto kernel = fwd_sm90_kernel<T, Config, kPaged>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
   if (error) return error;
-  kernel<<<device.multiprocessors, Config::kThreads, kSmemBytes, stream>>>(params, list, maps);
+  kernel<<<device.multiprocessors, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, maps);
   return cudaGetLastError();
 }
 
-template <typename T>
-cudaError_t LaunchFwdSm90(const FwdParams& params, const WorkList& list, const Device& device, cudaStream_t stream) {
+template <typename T, bool kPaged>
+cudaError_t LaunchFwdSm90(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   const int64_t head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
-  return head_dim <= 64 ? LaunchFwdSm90As<T, Sm90Tile64>(params, list, device, stream)
-                        : LaunchFwdSm90As<T, Sm90Tile128>(params, list, device, stream);
+  if (head_dim <= 64) return LaunchFwdSm90As<T, Sm90Tile64, kPaged>(params, workspace, device, stream);
+  if (head_dim <= 96) return LaunchFwdSm90As<T, Sm90Tile96, kPaged>(params, workspace, device, stream);
+  if (head_dim <= 128) return LaunchFwdSm90As<T, Sm90Tile128, kPaged>(params, workspace, device, stream);
+  if (head_dim <= 192) return LaunchFwdSm90As<T, Sm90Tile192, kPaged>(params, workspace, device, stream);
+  return LaunchFwdSm90As<T, Sm90Tile256, kPaged>(params, workspace, device, stream);
 }
 
 }  // namespace jax_varlen

@@ -9,8 +9,9 @@
 
 namespace jax_varlen {
 
-// head_dim and head_dim_v are multiples of 8 up to 128, k and v are packed and hold at least one row.
+// The packed call, or what a paged call has beside the sequences that the decode kernel takes. head_dim and head_dim_v are
+// multiples of 8 up to kMaxHeadDim, block_size is one of 8, and k and v hold at least one row and less than 2^31.
 template <DType dtype>
-cudaError_t FwdSm90(const FwdParams& params, const WorkList& list, const Device& device, cudaStream_t stream);
+cudaError_t FwdSm90(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream);
 
 }  // namespace jax_varlen
