@@ -15,6 +15,9 @@ constexpr int kMaxVectors = 2;
 namespace jax_varlen {
 namespace {
 
+inline F FromBf16(const uint16_t* p) {
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
 inline F FromF16(const uint16_t* p) {
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }

@@ -18,6 +18,9 @@ namespace {
 // The forms with a mask of all lanes: GCC 12 warns of the undefined operand inside the plain ones.
 constexpr __mmask16 kAll = 0xffff;
 
+inline F FromBf16(const uint16_t* p) {
+  return (F)_mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, _mm256_loadu_si256((const __m256i*)p)), 16);
+}
 inline F FromF16(const uint16_t* p) {
   return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)p));
 }

@@ -248,6 +248,13 @@ def test_more_rows_than_keys(dtype):
 # Serving.
 
 
+def close(actual, expected):
+    """But for the order of sums, and what rounding the probabilities costs where a kernel does that."""
+    for x, y in zip(actual, expected, strict=True):
+        tolerance = 4 * oracle.eps(y.dtype) * np.abs(y.astype(np.float32)).max()
+        np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("window_size", [(None, None), (6, None), (2, None)], ids=str)
 def test_chunks_over_a_growing_cache_equal_one_prefill(window_size, dtype):
     """Three chunks of 5 tokens, each with the keys of those before it in the cache."""
@@ -258,9 +265,7 @@ def test_chunks_over_a_growing_cache_equal_one_prefill(window_size, dtype):
         rows = np.r_[5 * i : 5 * i + 5, 15 + 5 * i : 20 + 5 * i]
         options["seqused_k"] = np.array([5 * i + 5, 5 * i + 5], np.int32)
         actual = attend((q[rows], k, v, np.array([0, 5, 10])), options)
-        tolerance = {"rtol": 0, "atol": 2 * oracle.eps(dtype)}
-        np.testing.assert_allclose(actual[0].astype(np.float32), expected[0][rows].astype(np.float32), **tolerance)
-        np.testing.assert_allclose(actual[1], expected[1][:, rows], rtol=1e-5, atol=1e-5)
+        close(actual, (expected[0][rows], expected[1][:, rows]))
 
 
 @pytest.mark.parametrize("window_size", [(None, None), (7, 0)], ids=str)
@@ -268,11 +273,7 @@ def test_decoding_equals_the_last_row_of_prefill(window_size, dtype):
     args, options = Case("", "", (50, 130), options={"causal": True, "window_size": window_size}).inputs(dtype)
     expected = attend(args, options)
     (q, k, v, _), options = paged(args, options, 16)
-    out, lse = attend((q[[49, 179]], k, v, np.arange(3)), options)
-    np.testing.assert_allclose(
-        out.astype(np.float32), expected[0][[49, 179]].astype(np.float32), rtol=0, atol=2 * oracle.eps(dtype)
-    )
-    np.testing.assert_allclose(lse, expected[1][:, [49, 179]], rtol=1e-5, atol=1e-5)
+    close(attend((q[[49, 179]], k, v, np.arange(3)), options), (expected[0][[49, 179]], expected[1][:, [49, 179]]))
 
 
 def test_one_trace_while_the_cache_grows(any_dtype):
