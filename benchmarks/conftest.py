@@ -25,7 +25,7 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = run.cases(metafunc.config.getoption("--workloads", ""))
+        cases = run.cases(metafunc.module.PASS, metafunc.config.getoption("--workloads", ""))
         metafunc.parametrize("case", cases, ids=[f"{workload.name}-{dtype}" for workload, dtype in cases])
 
 
@@ -51,5 +51,6 @@ def compete(request, benchmark):
 def pytest_terminal_summary(terminalreporter, config):
     for the_pass, rows in config.stash.get(ROWS, {}).items():
         terminalreporter.section(f"{the_pass.title}, ours beside its peers")
-        for line in (report.HEADER, *map(report.line, rows), *run.summary(the_pass, rows)):
+        lines = [report.line(the_pass, row) for row in rows]
+        for line in (report.header(the_pass), *lines, *run.summary(rows)):
             terminalreporter.write_line(line)

@@ -9,45 +9,50 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from . import inputs as inputs_of
-from .passes import OURS, Pass
+from .paged_workloads import PagedWorkload
+from .passes import OURS, AnyWorkload, Pass
 from .ready import CannotRun, Ready, dispatch_seconds, enough_calls, seconds
-from .truth import TOLERANCE
-from .workloads import Workload
+from .truth import TOLERANCE, facts
 
-TARGET_SECONDS = 0.05
-OF_OURS = ("deterministic",)  # no witnesses for our result
+OF_OURS = ("deterministic", "float8", "packed")  # no witnesses for our result
+ROUNDED = {"float8": 0.1}  # how far from ours the rounding of its inputs alone may take a contender
 
 
 class Match:
     """Contenders that may be timed are in `ready`; why another one is not, is in `reasons`."""
 
-    def __init__(self, the_pass: Pass, workload: Workload, dtype: str, names: Sequence[str], *, target: float = TARGET_SECONDS):
+    def __init__(self, the_pass: Pass, workload: AnyWorkload, dtype: str, names: Sequence[str], *, target: float | None = None):
         self.the_pass, self.workload, self.dtype, self.names = the_pass, workload, dtype, (OURS, *names)
         self.ready: dict[str, Ready] = {}
         self.reasons: dict[str, str] = {}
         self.wrong: list[str] = []
         self.facts: dict[str, dict[str, Any]] = {name: {} for name in self.names}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.names}
+        self.single_seconds: dict[str, list[float]] = {name: [] for name in self.names}
         self._ours: Any = None
+        self._chain_of_ours: Any = None
         self._agreed: dict[str, bool] = {}
-        inputs = inputs_of.make(workload, dtype)
+        inputs = the_pass.inputs(workload, dtype)
         self._truth = the_pass.truth(inputs)
         for name in self.names:
-            self._admit(name, the_pass.contenders[name], inputs, target)
-        self._ours = None  # The device needs the memory.
+            self._admit(name, the_pass.contenders[name], inputs, the_pass.target if target is None else target)
+        self._ours = self._chain_of_ours = None  # The device needs the memory.
         if self._agreed and not any(self._agreed.values()):
             self._exclude_ours()
 
-    def _admit(self, name: str, prepare: Callable, inputs: inputs_of.Inputs, target: float) -> None:
+    def _admit(self, name: str, prepare: Callable, inputs: Any, target: float) -> None:
         """Prepares a contender. Whatever goes wrong in another library is its reason, and the others go on."""
         start = time.perf_counter()
         try:
             ready = prepare(inputs)
-            out = ready.call()
-            ready.wait(out)
+            checked = ready.single or ready
+            out = checked.call()
+            checked.wait(out)
             self.facts[name]["warmup_s"] = round(time.perf_counter() - start, 3)
-            self._check(name, ready.packed(out))
+            self._check(name, checked.packed(out), ready.truth or self._truth)
+            if ready.single is not None:
+                self._check_chain(name, ready.packed(ready.call()))
+                self.facts[name]["single_calls"] = enough_calls(ready.single, target)
             if inputs.platform == "gpu":
                 self.facts[name]["dispatch_us"] = round(dispatch_seconds(ready) * 1e6, 1)
             self.facts[name]["calls"] = enough_calls(ready, target)
@@ -56,10 +61,10 @@ class Match:
         else:
             self.ready[name] = ready
 
-    def _check(self, name: str, packed: Any) -> None:
+    def _check(self, name: str, packed: Any, truth: Any) -> None:
         """Refuses a result that is wrong where the truth is known, not finite anywhere, or not the same as ours."""
         tolerance = self.the_pass.tolerance * TOLERANCE[self.dtype]
-        found = self._truth.compare(packed, packed if self._ours is None else self._ours)
+        found = truth.compare(packed, packed if self._ours is None else self._ours)
         self.facts[name]["relative_error"] = found.error
         if not found.error < tolerance:
             self._refuse(name, f"wrong result: relative error {found.error:.2g} in a sample")
@@ -69,11 +74,24 @@ class Match:
             self._ours = packed
         elif self._ours is not None:
             self.facts[name]["difference_from_ours"] = found.difference
-            agreed = found.difference < 2 * tolerance
+            agreed = found.difference < self._agreement(name)
             if name not in OF_OURS:
                 self._agreed[name] = agreed
             if not agreed:
                 self._refuse(name, f"differs from ours: relative error {found.difference:.2g}")
+
+    def _check_chain(self, name: str, packed: Any) -> None:
+        """Refuses calls behind each other whose last result is not finite or not the same as that of ours."""
+        finite, apart = facts(packed, packed if self._chain_of_ours is None else self._chain_of_ours)
+        if name == OURS:
+            self._chain_of_ours = packed
+        if not finite:
+            self._refuse(name, "wrong result of calls behind each other: not finite")
+        if not apart < self._agreement(name):
+            self._refuse(name, f"differs from ours in calls behind each other: relative error {apart:.2g}")
+
+    def _agreement(self, name: str) -> float:
+        return max(2 * self.the_pass.tolerance * TOLERANCE[self.dtype], ROUNDED.get(name, 0))
 
     def _refuse(self, name: str, reason: str) -> None:
         self.wrong.append(name)
@@ -89,7 +107,10 @@ class Match:
         """One repeat of each contender, behind each other."""
         for name in names:
             if name in self.ready:
-                self.seconds[name].append(seconds(self.ready[name], self.facts[name]["calls"]))
+                ready = self.ready[name]
+                self.seconds[name].append(seconds(ready, self.facts[name]["calls"]))
+                if ready.single is not None:
+                    self.single_seconds[name].append(seconds(ready.single, self.facts[name]["single_calls"]))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each contender, ours first."""
@@ -100,15 +121,33 @@ class Match:
         if not self.seconds[name]:
             return row | {"reason": self.reasons.get(name, "not timed")}
         median = statistics.median(self.seconds[name])
-        ours = self.seconds[OURS]
+        ours = statistics.median(self.seconds[OURS]) if self.seconds[OURS] else None
+        recorded = self.workload.recorded_tflops(self.the_pass.name)
+        moved = self.ready[name].bytes or self.the_pass.bytes(self.workload, jnp.dtype(self.dtype).itemsize)
+        if self.single_seconds[name]:
+            row["us_single"] = statistics.median(self.single_seconds[name]) * 1e6
+        if isinstance(self.workload, PagedWorkload):
+            row["tokens_per_s"] = self.workload.total_q / median
+            row["is_decode"] = self.workload.is_decode
+        if name == OURS and recorded:
+            row["recorded_times"] = {peer: self._tflops_of_random(name) / rate for peer, rate in recorded.items()}
         return row | {
             "us": median * 1e6,
             "repeats_us": [s * 1e6 for s in self.seconds[name]],
-            "tflops": self.the_pass.flops(self.workload) / median / 1e12,
-            "gbps": self.the_pass.bytes(self.workload, jnp.dtype(self.dtype).itemsize) / median / 1e9,
-            "ours_times": median / statistics.median(ours) if ours else None,
-            "recorded_tflops": self.workload.recorded_tflops(self.the_pass.name).get(name),
+            "tflops": self._tflops(self.seconds[name]),
+            "gbps": moved / median / 1e9,
+            "ours_times": median / ours if ours else None,
+            "recorded_tflops": recorded.get(name),
         }
+
+    def _tflops(self, repeats: list[float]) -> float:
+        return self.the_pass.flops(self.workload) / statistics.median(repeats) / 1e12
+
+    def _tflops_of_random(self, name: str) -> float:
+        """Of random normal q, as rates were recorded. Calls behind each other have another: the same to a decode step alone."""
+        single = self.single_seconds[name]
+        counts = isinstance(self.workload, PagedWorkload) and not self.workload.is_decode
+        return self._tflops(single if counts and single else self.seconds[name])
 
 
 def _sentence(error: Exception) -> str:

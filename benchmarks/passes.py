@@ -1,19 +1,21 @@
-"""The two passes that are timed: what a call of each is, who takes part, what is right, and how much work it is."""
+"""What is timed: what a call of each is, who takes part, what is right, and how much work it is."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import peers, torch_peers, truth
+from . import inputs, paged_inputs, paged_peers, paged_workloads, peers, torch_peers, truth, workloads
 from .inputs import Inputs
+from .paged_workloads import PagedWorkload
 from .ready import Ready
 from .workloads import Workload
 
 OURS = "ours"
-Contender = Callable[[Inputs], Ready]
+Contender = Callable[[Any], Ready]
+AnyWorkload = Workload | PagedWorkload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,11 +26,18 @@ class Pass:
     """Ours and the peers, by name."""
     defaults: dict[str, tuple[str, ...]]
     """The peers that run on a platform if none are named."""
-    truth: Callable[[Inputs], Any]
+    truth: Callable[[Any], Any]
     tolerance: float
     """In units of `truth.TOLERANCE`."""
-    flops: Callable[[Workload], float]
-    bytes: Callable[[Workload, int], int]
+    flops: Callable[[Any], float]
+    bytes: Callable[[Any, int], int]
+    cases: Callable[[str], Sequence[tuple[AnyWorkload, str]]] = workloads.for_platform
+    """The (workload, dtype) pairs of a platform."""
+    inputs: Callable[[Any, str], Any] = inputs.make
+    target: float = 0.05
+    """Seconds of calls in a turn."""
+    by_bytes: bool = False
+    """Whether bytes rather than products bound it: their rate comes first."""
 
     def peers(self, listed: str | None, platform: str) -> tuple[str, ...]:
         """The peers of a comma-separated list, or those that can run on this platform."""
@@ -77,4 +86,18 @@ BWD = Pass(
     tolerance=2,  # P, dS and out are rounded, and the result is a difference of sums of them
     flops=lambda w: 2.5 * w.flops,
     bytes=lambda w, itemsize: w.backward_bytes(itemsize),
+)
+PAGED = Pass(
+    name="paged",
+    title="paged cache",
+    contenders={name: getattr(paged_peers, name) for name in (OURS, "float8", "packed", "cudnn")},
+    defaults={"gpu": ("float8", "packed", "cudnn"), "cpu": ("packed",)},
+    truth=truth.PagedOutputs,
+    tolerance=1,
+    flops=lambda w: w.flops,
+    bytes=lambda w, itemsize: w.bytes(itemsize),
+    cases=paged_workloads.for_platform,
+    inputs=paged_inputs.make,
+    target=0.02,
+    by_bytes=True,
 )

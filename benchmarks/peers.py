@@ -21,6 +21,7 @@ import numpy as np
 import jax_varlen
 
 from .inputs import Inputs
+from .paged_inputs import PagedInputs
 from .ready import CannotRun, Ready
 
 
@@ -38,7 +39,7 @@ class Problem:
 
 def forward(inputs: Inputs, problem: Problem) -> Ready:
     call = functools.partial(jax.jit(problem.attention), *problem.qkv, *problem.others)
-    return _ready(inputs, call, problem.to_packed)
+    return ready(inputs, call, problem.to_packed)
 
 
 def backward(inputs: Inputs, problem: Problem) -> Ready:
@@ -54,10 +55,10 @@ def backward(inputs: Inputs, problem: Problem) -> Ready:
 
     pullback = jax.jit(keep)(*problem.qkv, problem.others)
     call = functools.partial(jax.jit(lambda pullback, dout: pullback(dout)), pullback, problem.from_packed(inputs.dout))
-    return _ready(inputs, call, lambda gradients: tuple(map(problem.to_packed, gradients)))
+    return ready(inputs, call, lambda gradients: tuple(map(problem.to_packed, gradients)))
 
 
-def _ready(inputs: Inputs, call: Callable, packed: Callable) -> Ready:
+def ready(inputs: Inputs | PagedInputs, call: Callable, packed: Callable) -> Ready:
     """On CPU each call is waited for, as calls in flight would share the cores."""
     if inputs.platform == "cpu":
         return Ready(lambda: jax.block_until_ready(call()), lambda result: result, packed)
@@ -78,7 +79,7 @@ def deterministic(inputs: Inputs) -> Problem:
 
 def fa3(inputs: Inputs) -> Problem:
     """FlashAttention-3 through the JAX bindings of dew-flash-attn-cu13, installed or on PYTHONPATH."""
-    _need(inputs, "gpu", ("bfloat16", "float16"))
+    need(inputs, "gpu", ("bfloat16", "float16"))
     _load_cudart()
     w, module = inputs.workload, _module("dew_flash_attn", "dew-flash-attn-cu13")
     window = (-1 if w.window_left is None else w.window_left, 0 if w.causal and w.window_left is not None else -1)
@@ -91,7 +92,7 @@ def fa3(inputs: Inputs) -> Problem:
 
 def cudnn(inputs: Inputs) -> Problem:
     """cuDNN's packed attention as JAX calls it; JAX's public function does not offer the packed layout."""
-    _need(inputs, "gpu", ("bfloat16", "float16"))
+    need(inputs, "gpu", ("bfloat16", "float16"))
     _need_causal_window(inputs)
     from jax._src.cudnn import fused_attention_stablehlo as lib
 
@@ -141,7 +142,7 @@ def padded(inputs: Inputs) -> Problem:
     return Problem(attention, (q, k, v), (jnp.asarray(w.lengths, jnp.int32),), pad, packed)
 
 
-def _need(inputs: Inputs, platform: str, dtypes: tuple[str, ...]) -> None:
+def need(inputs: Inputs | PagedInputs, platform: str, dtypes: tuple[str, ...]) -> None:
     if inputs.platform != platform:
         raise CannotRun(f"needs a {platform}")
     if inputs.dtype not in dtypes:

@@ -21,6 +21,8 @@ from matplotlib.patches import Rectangle
 COLOURS = {
     "ours": "#2a6fdb",
     "deterministic": "#8fb4ee",
+    "float8": "#2fa3a0",
+    "packed": "#d9b23c",
     "fa3": "#e08a1e",
     "fa2": "#4f9d69",
     "cudnn": "#9a6fb0",
@@ -30,9 +32,11 @@ COLOURS = {
 LABELS = {
     "ours": "jax_varlen",
     "deterministic": "jax_varlen, deterministic",
+    "float8": "jax_varlen, float8 pools",
+    "packed": "jax_varlen, no cache",
     "fa3": "FlashAttention-3 (JAX)",
     "fa2": "FlashAttention-2 (PyTorch)",
-    "cudnn": "cuDNN packed (JAX)",
+    "cudnn": "cuDNN (JAX)",
     "padded": "jax.nn, padded",
     "torch_cpu": "PyTorch, one by one",
 }
@@ -44,29 +48,45 @@ Group = tuple[str, list[dict[str, Any]]]
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """One group of horizontal bars for each workload, the rate of each contender that ran, in one or two columns."""
+    """One group of horizontal bars for each workload, the rate of each contender that ran, in one or two columns.
+
+    Decode steps have a column of their own, of the bytes that they read.
+    """
     groups = list(_groups(result["rows"]).items())
-    scale, unit = (1e3, "GFLOP/s") if result["platform"] == "cpu" else (1.0, "TFLOP/s")
-    half = len(groups) if len(groups) <= COLUMN else -(-len(groups) // 2)
-    columns = [groups[:half], groups[half:]] if groups[half:] else [groups]
-    height = sum(len(rows) + GAP for _, rows in columns[0]) * BAR + 1.7
+    decode = [group for group in groups if _is_decode(group)]
+    others = [group for group in groups if not _is_decode(group)]
+    half = len(others) if decode or len(others) <= COLUMN else -(-len(others) // 2)
+    columns = [column for column in (decode, others[:half], others[half:]) if column]
+    height = max(sum(len(rows) + GAP for _, rows in column) for column in columns) * BAR + 1.7
     figure, axes = plt.subplots(
-        1, len(columns), figsize=(8 * len(columns), height), sharex=True, squeeze=False, layout="constrained"
+        1, len(columns), figsize=(8 * len(columns), height), sharex=not decode, squeeze=False, layout="constrained"
     )
     for column, column_axes in zip(columns, axes[0], strict=True):
-        _bars(column_axes, column, scale)
-        _finish(column_axes, unit)
+        key, scale, label = _rate(result["platform"], column[0])
+        _bars(column_axes, column, key, scale)
+        _finish(column_axes, label)
     _legend(axes[0][0], groups)
     figure.suptitle(_title(result), x=0.01, ha="left", fontsize=12, color=INK)
     figure.supxlabel(_caption(result), x=0.01, ha="left", fontsize=7.5, color=MUTED)
     return figure
 
 
-def _bars(axes: Axes, groups: list[Group], scale: float) -> None:
+def _is_decode(group: Group) -> bool:
+    return group[1][0].get("is_decode", False)
+
+
+def _rate(platform: str, group: Group) -> tuple[str, float, str]:
+    """The key of a row that is drawn, what it is multiplied by, and the label of its axis."""
+    if _is_decode(group):
+        return ("gbps", 1, "GB/s of the cache") if platform == "cpu" else ("gbps", 1e-3, "TB/s of the cache")
+    return ("tflops", 1e3, "GFLOP/s of visible pairs") if platform == "cpu" else ("tflops", 1, "TFLOP/s of visible pairs")
+
+
+def _bars(axes: Axes, groups: list[Group], key: str, scale: float) -> None:
     top, ticks = 0.0, []
     for _, rows in groups:
         for y, row in enumerate(rows, int(top)):
-            rate = row["tflops"] * scale
+            rate = row[key] * scale
             axes.barh(y, rate, height=0.86, color=COLOURS[row["who"]])
             axes.annotate(_number(rate), (rate, y), (3, 0), textcoords="offset points", va="center", fontsize=7.5, color=INK)
         ticks.append(top + (len(rows) - 1) / 2)
@@ -95,22 +115,22 @@ def _groups(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _number(rate: float) -> str:
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}" if rate >= 5 else f"{rate:.2f}"
 
 
-def _finish(axes: Axes, unit: str) -> None:
+def _finish(axes: Axes, label: str) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", colors=MUTED, labelsize=8)
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_xlabel(f"{unit} of visible pairs (more is better)", color=INK, fontsize=9)
+    axes.set_xlabel(f"{label} (more is better)", color=INK, fontsize=9)
 
 
 def _title(result: dict[str, Any]) -> str:
     dtypes = sorted({row["dtype"] for row in result["rows"]})
-    return f"Packed attention, {result.get('pass', 'forward')}, {' and '.join(dtypes)}, {result.get('gpu') or result['cpu']}"
+    return f"Attention, {result.get('pass', 'forward')}, {' and '.join(dtypes)}, {result.get('gpu') or result['cpu']}"
 
 
 def _caption(result: dict[str, Any]) -> str:
@@ -122,7 +142,7 @@ def _caption(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks.fwd and benchmarks.bwd")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of benchmarks.fwd, .bwd and .paged")
     for path in parser.parse_args(arguments).results:
         figure = draw(json.loads(path.read_text()))
         figure.savefig(path.with_suffix(".png"), dpi=140, facecolor="white", bbox_inches="tight")

@@ -20,6 +20,14 @@ class Ready:
     """Waits for the result of a call, and with it for all earlier ones."""
     packed: Callable[[Any], Any]
     """The result of a call in the layout of packed arrays: out, or dq, dk and dv."""
+    count: int = 1
+    """How many calls of the attention are behind each other in one. Times are those of one of them."""
+    single: Ready | None = None
+    """Where there are several, one by itself: its result is the one whose truth is known."""
+    truth: Any = None
+    """What is right, where the inputs are not those of the others."""
+    bytes: int | None = None
+    """What has to be moved, likewise."""
 
 
 def seconds(ready: Ready, calls: int) -> float:
@@ -29,22 +37,23 @@ def seconds(ready: Ready, calls: int) -> float:
     for _ in range(calls):
         out = ready.call()
     ready.wait(out)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / (calls * ready.count)
 
 
 def dispatch_seconds(ready: Ready, calls: int = 8) -> float:
     """Seconds that the host needs to enqueue a call. Where this is as much as `seconds`, the host was timed, not the device."""
     out = None
+    calls = -(-calls // ready.count)
     start = time.perf_counter()
     for _ in range(calls):
         out = ready.call()
     enqueued = time.perf_counter()
     ready.wait(out)
-    return (enqueued - start) / calls
+    return (enqueued - start) / (calls * ready.count)
 
 
 def enough_calls(ready: Ready, target: float) -> int:
     """How many calls take `target` seconds."""
-    once = seconds(ready, 1)
-    call = once if once > target / 4 else seconds(ready, 4)
+    once = seconds(ready, 1) * ready.count
+    call = once if once > target / 4 else seconds(ready, 4) * ready.count
     return max(1, min(round(target / call + 0.5), 2000))

@@ -18,24 +18,45 @@ from typing import Any
 import jax
 
 from .inputs import num_threads
-from .passes import OURS
+from .passes import OURS, Pass
 
 Row = dict[str, Any]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "numpy", "dew-flash-attn-cu13")
 ROOT = Path(__file__).parent.parent
-HEADER = f"{'':42} {'':9} {'us':>10} | {'TFLOP/s':>8} | {'GB/s':>7} | ours is"
 
 
-def line(row: Row) -> str:
-    """us | TFLOP/s (GFLOP/s on CPU) | GB/s | how many times as fast ours is."""
-    label = f"{row['workload'] + ' ' + row['dtype']:42} {row['who']:9}"
+def header(the_pass: Pass) -> str:
+    rates = ("TB/s", "TFLOP/s") if the_pass.by_bytes else ("TFLOP/s", "GB/s")
+    single = f" | {'us, single':>10}" if the_pass.by_bytes else ""
+    return f"{'':{_width(the_pass)}} {'':9} {'us':>10} | {rates[0]:>8} | {rates[1]:>8}{single} | ours is"
+
+
+def line(the_pass: Pass, row: Row) -> str:
+    """us | TFLOP/s | GB/s | how many times as fast ours is; or TB/s | TFLOP/s | us of a single call. G instead of T on CPU."""
+    label = f"{row['workload'] + ' ' + row['dtype']:{_width(the_pass)}} {row['who']:9}"
     if "reason" in row:
         return f"{label} not timed: {row['reason']}"
     on_cpu = jax.default_backend() == "cpu"
-    rate = f"{row['tflops'] * 1e3:6.0f} GF" if on_cpu else f"{row['tflops']:8.1f}"
-    times = f"{row['ours_times']:.2f}x {row['who']}" if row["who"] != OURS and row["ours_times"] else ""
+    rates = f"{row['tflops'] * 1e3:5.0f} GF" if on_cpu else f"{row['tflops']:.1f}", f"{row['gbps']:.1f}"
+    if the_pass.by_bytes:
+        rates = f"{row['gbps']:.1f} GB" if on_cpu else f"{row['gbps'] / 1e3:.2f}", rates[0]
+    single = f" | {row['us_single']:10.1f}" if "us_single" in row else ""
+    times = _times(row)
     host = "  (the host was timed)" if row.get("dispatch_us", 0) > 0.8 * row["us"] else ""
-    return f"{label} {row['us']:10.1f} | {rate:>8} | {row['gbps']:7.1f} | {times}{host}".rstrip(" |")
+    return f"{label} {row['us']:10.1f} | {rates[0]:>8} | {rates[1]:>8}{single} | {times}{host}".rstrip(" |")
+
+
+def _times(row: Row) -> str:
+    if row["who"] == OURS:
+        return ", ".join(f"{times:.2f}x recorded {peer}" for peer, times in row.get("recorded_times", {}).items())
+    if not row["ours_times"]:
+        return ""
+    tokens = f", which gives {1 / row['ours_times']:.2f}x the tokens per second" if row["who"] == "float8" else ""
+    return f"{row['ours_times']:.2f}x {row['who']}{tokens}"
+
+
+def _width(the_pass: Pass) -> int:
+    return 56 if the_pass.by_bytes else 42
 
 
 def geometric_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
@@ -47,13 +68,12 @@ def geometric_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
     return {who: (math.exp(sum(logs) / len(logs)), len(logs)) for who, logs in ratios.items()}
 
 
-def recorded_means(rows: Iterable[Row], recorded: dict[str, dict[str, float]]) -> dict[str, tuple[float, int]]:
-    """The same against the rates that workloads.json holds, in `recorded` by workload."""
+def recorded_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
+    """The same against the rates that workloads.json holds."""
     ratios = collections.defaultdict(list)
     for row in rows:
-        if row["who"] == OURS and "tflops" in row:
-            for peer, rate in recorded.get(row["workload"], {}).items():
-                ratios[peer].append(math.log(row["tflops"] / rate))
+        for peer, times in row.get("recorded_times", {}).items():
+            ratios[peer].append(math.log(times))
     return {who: (math.exp(sum(logs) / len(logs)), len(logs)) for who, logs in ratios.items()}
 
 

@@ -12,17 +12,16 @@ from pathlib import Path
 
 import jax
 
-from . import report, workloads
-from .match import TARGET_SECONDS, Match
-from .passes import OURS, Pass
-from .workloads import Workload
+from . import report
+from .match import Match
+from .passes import OURS, AnyWorkload, Pass
 
 REPEATS = 5
 
 
-def cases(substring: str = "", dtypes: Sequence[str] = ()) -> list[tuple[Workload, str]]:
+def cases(the_pass: Pass, substring: str = "", dtypes: Sequence[str] = ()) -> list[tuple[AnyWorkload, str]]:
     """The (workload, dtype) pairs of this device, those alone whose name holds one of the comma-separated parts."""
-    chosen = workloads.for_platform(jax.default_backend())
+    chosen = the_pass.cases(jax.default_backend())
     parts = substring.split(",")
     return [(w, dtype) for w, dtype in chosen if any(part in w.name for part in parts) and (not dtypes or dtype in dtypes)]
 
@@ -32,12 +31,11 @@ def run_match(match: Match, repeats: int) -> None:
         match.turn(match.names)
 
 
-def summary(the_pass: Pass, rows: list[report.Row]) -> list[str]:
+def summary(rows: list[report.Row]) -> list[str]:
     """The last lines of a run."""
-    recorded = {w.name: w.recorded_tflops(the_pass.name) for w in workloads.recorded()}
     lines = [report.mean_line("geometric mean, ours is", report.geometric_means(rows))]
     if jax.default_backend() == "gpu":
-        lines.append(report.mean_line("against the rates in workloads.json, ours is", report.recorded_means(rows, recorded)))
+        lines.append(report.mean_line("against the rates in workloads.json, ours is", report.recorded_means(rows)))
     return lines
 
 
@@ -56,8 +54,8 @@ def main(the_pass: Pass, arguments: Sequence[str] | None = None) -> int:
     rows: list[report.Row] = []
     failed = []
     start = time.monotonic()
-    print(report.HEADER, flush=True)
-    for workload, dtype in cases(options.workloads, options.dtypes):
+    print(report.header(the_pass), flush=True)
+    for workload, dtype in cases(the_pass, options.workloads, options.dtypes):
         if options.seconds and time.monotonic() - start > options.seconds:
             print(f"stopped before {workload.name}: {options.seconds:.0f} seconds are over", flush=True)
             failed.append(workload.name)
@@ -66,12 +64,12 @@ def main(the_pass: Pass, arguments: Sequence[str] | None = None) -> int:
         run_match(match, options.repeats)
         rows += match.rows()
         failed += [workload.name] if match.wrong or OURS not in match.ready else []
-        print(*map(report.line, match.rows()), sep="\n", flush=True)
+        print(*(report.line(the_pass, row) for row in match.rows()), sep="\n", flush=True)
         if options.out:
             report.write(options.out, about | {"wall_s": round(time.monotonic() - start)}, rows)
         del match
         release()
-    print(*summary(the_pass, rows), f"{time.monotonic() - start:.0f} s", sep="\n", flush=True)
+    print(*summary(rows), f"{time.monotonic() - start:.0f} s", sep="\n", flush=True)
     return 1 if failed else 0
 
 
@@ -84,7 +82,7 @@ def release() -> None:
 
 
 def _parser(the_pass: Pass) -> argparse.ArgumentParser:
-    description = f"Times the {the_pass.title} pass beside its peers."
+    description = f"Times attention, {the_pass.title}, beside its peers."
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{the_pass.name}", description=description)
     peers = ", ".join(name for name in the_pass.contenders if name != OURS)
     parser.add_argument("--out", type=Path, help="JSON file to write, in benchmarks/results/ for one to publish")
@@ -92,7 +90,7 @@ def _parser(the_pass: Pass) -> argparse.ArgumentParser:
     parser.add_argument("--workloads", default="", help="comma-separated parts of names (default: all)")
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=(), help="comma-separated (default: all)")
     parser.add_argument("--repeats", type=int, default=REPEATS, help="turns of each contender; the median counts")
-    parser.add_argument("--target", type=float, default=TARGET_SECONDS, help="seconds of calls in a turn")
+    parser.add_argument("--target", type=float, default=the_pass.target, help="seconds of calls in a turn")
     parser.add_argument("--seconds", type=float, help="start no further workload after this time (default: no limit)")
     parser.add_argument("--commit", help="commit of the code, where it runs outside its repository")
     return parser

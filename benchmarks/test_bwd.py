@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .passes import BWD
+from .passes import BWD as PASS
 
 
 def test_bwd(case, compete):
-    compete(BWD, case)
+    compete(PASS, case)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .passes import FWD
+from .passes import FWD as PASS
 
 
 def test_fwd(case, compete):
-    compete(FWD, case)
+    compete(PASS, case)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .inputs import Inputs
+from .paged_inputs import PagedInputs
 
 # Relative error norms. Rounding of P and of out to bfloat16 alone gives about 4e-3; a kernel with a wrong tile is far above.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 2e-3}
@@ -45,15 +46,50 @@ class Outputs:
         begin = w.cu_seqlens[b]
         first, last = w.visible(row - begin, w.lengths[b])
         keys = slice(begin + first, begin + last + 1)
-        s = q[row, self.inputs.query_heads(kv_head)].astype(np.float64) @ k[keys, kv_head].astype(np.float64).T
-        p = np.exp(self.inputs.softmax_scale * (s - s.max(-1, keepdims=True)))
-        return p / p.sum(-1, keepdims=True) @ v[keys, kv_head].astype(np.float64)
+        return _attend(q[row, self.inputs.query_heads(kv_head)], k[keys, kv_head], v[keys, kv_head], self.inputs.softmax_scale)
 
     def compare(self, packed: jax.Array, ours: jax.Array) -> Comparison:
         """What is to be known of a packed result before it is timed."""
         rows = np.asarray(packed[self.rows]).astype(np.float64)
         heads = np.stack([row[self.inputs.query_heads(head)] for row, head in zip(rows, self.kv_heads, strict=True)])
-        return Comparison(_relative(heads, self.out), *_facts(packed, ours))
+        return Comparison(_relative(heads, self.out), *facts(packed, ours))
+
+
+class PagedOutputs(Outputs):
+    """The same over the elements that the first cache holds, of fewer rows: their keys alone leave the device."""
+
+    def __init__(self, inputs: PagedInputs, count: int = 6):
+        w = inputs.workload
+        rng = np.random.default_rng(0)
+        ends = w.cu_seqlens_q[1:]
+        longest, shortest = np.argmax(w.lengths), np.argmin(w.lengths)
+        special = [ends[longest] - w.queries[longest], ends[longest] - 1, ends[shortest] - 1]
+        self.rows = np.concatenate([special, rng.integers(0, w.total_q, count)])
+        self.kv_heads = rng.integers(0, w.num_kv_heads, self.rows.size)
+        self.inputs = inputs
+        self.out = np.stack([self._paged_row(row, head) for row, head in zip(self.rows, self.kv_heads, strict=True)])
+
+    def _paged_row(self, row: int, kv_head: int) -> np.ndarray:
+        inputs, w = self.inputs, self.inputs.workload
+        b = np.searchsorted(w.cu_seqlens_q, row, side="right") - 1
+        visible = w.lengths[b] - (w.cu_seqlens_q[b + 1] - 1 - row)
+        k, v = (np.asarray(_of_sequence(pool, inputs.block_table[b], kv_head))[:visible] for pool in inputs.caches[0])
+        if inputs.scales is not None:
+            k, v = (x.astype(np.float64) * float(scale[kv_head]) for x, scale in zip((k, v), inputs.scales, strict=True))
+        return _attend(np.asarray(inputs.q[row, inputs.query_heads(kv_head)]), k, v, inputs.softmax_scale)
+
+
+@jax.jit
+def _of_sequence(pool, blocks, kv_head):
+    return pool[blocks, :, kv_head].reshape(-1, pool.shape[-1])
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, softmax_scale: float) -> np.ndarray:
+    """Of the heads q (group_size, head_dim) of one row over the keys that it sees."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    s = q @ k.T
+    p = np.exp(softmax_scale * (s - s.max(-1, keepdims=True)))
+    return p / p.sum(-1, keepdims=True) @ v
 
 
 class Gradients:
@@ -87,8 +123,8 @@ class Gradients:
             _relative(*(np.concatenate([x.ravel() for x in xs]) for xs in (actual, expected)))
             for actual, expected in zip(zip(*parts, strict=True), zip(*self.expected, strict=True), strict=True)
         )
-        facts = [_facts(x, y) for x, y in zip(packed, ours, strict=True)]
-        return Comparison(error, all(finite for finite, _ in facts), max(apart for _, apart in facts))
+        found = [facts(x, y) for x, y in zip(packed, ours, strict=True)]
+        return Comparison(error, all(finite for finite, _ in found), max(apart for _, apart in found))
 
 
 @jax.jit
@@ -113,7 +149,8 @@ def _relative(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-def _facts(packed: jax.Array, ours: jax.Array) -> tuple[bool, float]:
+def facts(packed: jax.Array, ours: jax.Array) -> tuple[bool, float]:
+    """Whether a result is finite everywhere, and its relative difference from ours."""
     finite, apart = _compare(packed, ours)
     return bool(finite), float(apart)
 

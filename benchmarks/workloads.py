@@ -96,7 +96,7 @@ def _from_row(row: dict) -> Workload:
     return Workload(lengths=tuple(row["lengths"]), recorded=rates, **fields)
 
 
-def _spread(count: int, quantile: Callable[[float], float]) -> tuple[int, ...]:
+def spread(count: int, quantile: Callable[[float], float]) -> tuple[int, ...]:
     """`count` lengths of a distribution: its quantiles at the multiples of the golden ratio, which never come in order."""
     golden = (5**0.5 - 1) / 2
     return tuple(int(quantile((i + 0.5) * golden % 1.0)) for i in range(count))
@@ -117,12 +117,12 @@ def _long_tail(u: float) -> float:
 
 
 OWN = (
-    Workload("64_uniform2048_gqa8_d128_causal", _spread(64, _uniform(2047)), 32, 4, 128, causal=True),
-    Workload("64_uniform2048_d80", _spread(64, _uniform(2047)), 16, 16, 80),
-    Workload("128_bimodal_d96_causal", _spread(128, _bimodal), 16, 16, 96, causal=True),
-    Workload("4096_tiny64_d64", _spread(4096, lambda u: 8 + 57 * u), 12, 12, 64),
-    Workload("96_longtail_mqa_d128_causal", _spread(96, _long_tail), 16, 1, 128, causal=True),
-    Workload("96_longtail_window512_gqa4_d128", _spread(96, _long_tail), 16, 4, 128, causal=True, window_left=511),
+    Workload("64_uniform2048_gqa8_d128_causal", spread(64, _uniform(2047)), 32, 4, 128, causal=True),
+    Workload("64_uniform2048_d80", spread(64, _uniform(2047)), 16, 16, 80),
+    Workload("128_bimodal_d96_causal", spread(128, _bimodal), 16, 16, 96, causal=True),
+    Workload("4096_tiny64_d64", spread(4096, lambda u: 8 + 57 * u), 12, 12, 64),
+    Workload("96_longtail_mqa_d128_causal", spread(96, _long_tail), 16, 1, 128, causal=True),
+    Workload("96_longtail_window512_gqa4_d128", spread(96, _long_tail), 16, 4, 128, causal=True, window_left=511),
 )
 
 _SKEW_32 = (120, 90, 212, 117, 58, 156, 441, 297, 48, 26, 52, 110, 8, 82, 26, 46)

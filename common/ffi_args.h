@@ -20,7 +20,8 @@ using Offsets = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 // Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes,
-// sinks, k_scale, v_scale; out, lse; window_left, window_right, softcap. The platform appends what it needs of its own.
+// sinks, k_scale, v_scale; out, lse; window_left, window_right, softcap, batch_invariant. The platform
+// appends what it needs of its own.
 inline auto BindFwdArgs() {
   return ffi::Ffi::Bind()
       .Arg<ffi::AnyBuffer>()
@@ -40,7 +41,8 @@ inline auto BindFwdArgs() {
       .Ret<Floats>()
       .Attr<int64_t>("window_left")
       .Attr<int64_t>("window_right")
-      .Attr<float>("softcap");
+      .Attr<float>("softcap")
+      .Attr<int64_t>("batch_invariant");
 }
 
 // Binds, in this order: q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes, dout, lse,
@@ -65,6 +67,22 @@ inline auto BindBwdArgs() {
       .Attr<int64_t>("window_left")
       .Attr<int64_t>("window_right")
       .Attr<float>("softcap");
+}
+
+// Binds, in this order: k_cache, v_cache, k, v, cu_seqlens, seqused_k, block_table, k_scale, v_scale; the pools again.
+inline auto BindAppendArgs() {
+  return ffi::Ffi::Bind()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Offsets>()
+      .Arg<Floats>()
+      .Arg<Floats>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>();
 }
 
 namespace internal {
@@ -222,18 +240,21 @@ inline ffi::Error ReadInputs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer 
   params->total_q = total_q;
   params->batch = batch;
   params->num_heads = num_heads;
+  params->group_size = static_cast<int32_t>(num_heads / params->num_kv_heads);
   params->head_dim = head_dim;
   params->alibi_batch_stride = alibi_per_sequence ? num_heads : 0;
   params->window_left = window_left;
   params->window_right = window_right;
   params->softcap = softcap;
+  params->batch_invariant = false;
   return ffi::Error::Success();
 }
 
 inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                               Offsets seqused_q, Offsets seqused_k, Floats softmax_scale, Floats alibi_slopes,
                               const FwdOnly& fwd_only, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-                              int64_t window_left, int64_t window_right, float softcap, FwdParams* params) {
+                              int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant,
+                              FwdParams* params) {
   ffi::Error error = ReadInputs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
                                 &fwd_only, window_left, window_right, softcap, params);
   if (error.failure()) return error;
@@ -244,6 +265,7 @@ inline ffi::Error ReadFwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
     return internal::BadShape("lse", lse->dimensions(), "(num_heads, total_q)");
   params->out = out->untyped_data();
   params->lse = lse->typed_data();
+  params->batch_invariant = batch_invariant != 0;
   return ffi::Error::Success();
 }
 
@@ -278,6 +300,67 @@ inline ffi::Error ReadBwdArgs(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer
   params->dq = dq->untyped_data();
   params->dk = dk->untyped_data();
   params->dv = dv->untyped_data();
+  return ffi::Error::Success();
+}
+
+// The pools are results that share the memory of their operands.
+inline ffi::Error ReadAppendArgs(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                                 Offsets cu_seqlens, Offsets seqused_k, Offsets block_table, Floats k_scale, Floats v_scale,
+                                 ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result,
+                                 AppendParams* params) {
+  using internal::BadShape;
+  using internal::Dims;
+  using internal::Equal;
+
+  if (!internal::ReadDType(k.element_type(), &params->dtype) || v.element_type() != k.element_type())
+    return ffi::Error::InvalidArgument("k and v must both be float32, bfloat16 or float16.");
+  if (k_cache.element_type() != k.element_type() && k_cache.element_type() != ffi::F8E4M3FN)
+    return ffi::Error::InvalidArgument("k_cache must have the dtype of k, or float8_e4m3fn.");
+  if (v_cache.element_type() != k_cache.element_type())
+    return ffi::Error::InvalidArgument("k_cache and v_cache must have one dtype.");
+  params->cache_dtype = k_cache.element_type() == k.element_type() ? params->dtype : DType::kE4M3;
+
+  const Dims dk = k_cache.dimensions(), dv = v_cache.dimensions(), dcu = cu_seqlens.dimensions();
+  if (dk.size() != 4 || dk[1] < 1 || dk[2] < 1 || dk[3] < 1)
+    return BadShape("k_cache", dk, "(num_blocks, block_size, num_kv_heads, head_dim)");
+  const int64_t num_blocks = dk[0], block_size = dk[1], num_kv_heads = dk[2], head_dim = dk[3];
+  if (dv.size() != 4 || dv[3] < 1 || !Equal(dv, {num_blocks, block_size, num_kv_heads, dv[3]}))
+    return BadShape("v_cache", dv, "(num_blocks, block_size, num_kv_heads, head_dim_v)");
+  const int64_t head_dim_v = dv[3], total = k.dimensions().size() == 3 ? k.dimensions()[0] : 0;
+  if (!Equal(k.dimensions(), {total, num_kv_heads, head_dim}))
+    return BadShape("k", k.dimensions(), "(total, num_kv_heads, head_dim)");
+  if (!Equal(v.dimensions(), {total, num_kv_heads, head_dim_v}))
+    return BadShape("v", v.dimensions(), "(total, num_kv_heads, head_dim_v)");
+  if (dcu.size() != 1 || dcu[0] < 1) return BadShape("cu_seqlens", dcu, "(batch + 1,)");
+  const int64_t batch = dcu[0] - 1;
+  if (!Equal(seqused_k.dimensions(), {batch})) return BadShape("seqused_k", seqused_k.dimensions(), "(batch,)");
+  const int64_t max_blocks = block_table.dimensions().size() == 2 ? block_table.dimensions()[1] : 0;
+  if (!Equal(block_table.dimensions(), {batch, max_blocks}))
+    return BadShape("block_table", block_table.dimensions(), "(batch, max_blocks)");
+  for (const auto& [name, scale] : {std::pair("k_scale", k_scale), std::pair("v_scale", v_scale)})
+    if (scale.element_count() != 0 && !Equal(scale.dimensions(), {num_kv_heads}))
+      return BadShape(name, scale.dimensions(), "(num_kv_heads,)");
+  if (k_result->untyped_data() != k_cache.untyped_data() || v_result->untyped_data() != v_cache.untyped_data() ||
+      k_result->size_bytes() != k_cache.size_bytes() || v_result->size_bytes() != v_cache.size_bytes())
+    return ffi::Error::Internal("The pools must be aliased to their operands.");
+
+  params->k = k.untyped_data();
+  params->v = v.untyped_data();
+  params->cu_seqlens = cu_seqlens.typed_data();
+  params->seqused_k = seqused_k.typed_data();
+  params->block_table = block_table.typed_data();
+  params->k_scale = DataOrNull<float>(k_scale);
+  params->v_scale = DataOrNull<float>(v_scale);
+  params->k_cache = k_result->untyped_data();
+  params->v_cache = v_result->untyped_data();
+  params->total = total;
+  params->batch = batch;
+  params->num_blocks = num_blocks;
+  params->block_size = block_size;
+  params->num_kv_heads = num_kv_heads;
+  params->head_dim = head_dim;
+  params->head_dim_v = head_dim_v;
+  params->max_blocks = max_blocks;
   return ffi::Error::Success();
 }
 

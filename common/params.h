@@ -41,12 +41,14 @@ struct FwdParams {
   int64_t batch;
   int64_t num_heads;
   int64_t num_kv_heads;
+  int32_t group_size;  // query heads of a kv head: num_heads / num_kv_heads
   int64_t head_dim;
   int64_t head_dim_v;
   int64_t alibi_batch_stride;  // num_heads when alibi_slopes is (batch, num_heads), else 0
   int64_t window_left;         // >= 0, or kUnbounded
   int64_t window_right;        // >= 0, or kUnbounded
   float softcap;               // 0: none
+  bool batch_invariant;        // whether the bits of a paged sequence depend on itself alone
   DType dtype;                 // of q and out
   DType kv_dtype;              // of k and v: that of q, or kE4M3 with a block table
 };
@@ -59,6 +61,30 @@ struct BwdParams {
   void* dq;            // (total_q, num_heads, head_dim)
   void* dk;            // (total_k, num_kv_heads, head_dim)
   void* dv;            // (total_k, num_kv_heads, head_dim_v)
+};
+
+// Token i of sequence b, row cu_seqlens[b] + i of k and v, goes to position seqused_k[b] + i of the sequence in the pools.
+struct AppendParams {
+  const void* k;               // (total, num_kv_heads, head_dim)
+  const void* v;               // (total, num_kv_heads, head_dim_v)
+  const int32_t* cu_seqlens;   // (batch + 1,)
+  const int32_t* seqused_k;    // (batch,): the tokens in the pools before this launch
+  const int32_t* block_table;  // (batch, max_blocks)
+  const float* k_scale;        // (num_kv_heads,) or null: what the elements of k are divided by, for kE4M3 alone
+  const float* v_scale;        // (num_kv_heads,) or null: the same for v
+  void* k_cache;               // (num_blocks, block_size, num_kv_heads, head_dim)
+  void* v_cache;               // (num_blocks, block_size, num_kv_heads, head_dim_v)
+
+  int64_t total;
+  int64_t batch;
+  int64_t num_blocks;
+  int64_t block_size;  // at least 1, as all below
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t head_dim_v;
+  int64_t max_blocks;  // may be 0
+  DType dtype;         // of k and v: no kE4M3
+  DType cache_dtype;   // of the pools: dtype or kE4M3
 };
 
 }  // namespace jax_varlen

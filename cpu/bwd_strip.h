@@ -41,6 +41,7 @@ inline void PackRow(const typename D::T* row, int64_t dims, float* to) {
   for (int64_t c = 0; c < dims; c += kLanes) Store(to + c, LoadSome<D>(row + c, dims - c));
 }
 
+// Rows that see no key become zeros: nothing of theirs, NaN included, reaches a product.
 template <typename D>
 void PackStrip(const BwdParams& params, const FwdItem& rows, int64_t row_begin, BwdStrip* strip) {
   typedef typename D::T T;
@@ -51,15 +52,23 @@ void PackStrip(const BwdParams& params, const FwdItem& rows, int64_t row_begin, 
   const Strip& s = strip->rows;
   PackTransposed<Engine>(q, p.head_dim, p.num_heads, s, strip->rows.q);
   PackTransposed<Engine>(dout, p.head_dim_v, p.num_heads, s, strip->dout);
-  for (int64_t lane = 0; lane < s.rows; ++lane) {
+  for (int64_t lane = 0; lane < s.stride(); ++lane) {
+    float *q_row = strip->q_rows.data + lane * strip->q_rows.stride,
+          *dout_row = strip->dout_rows.data + lane * strip->dout_rows.stride;
+    strip->lse[lane] = kInf;
+    strip->delta[lane] = 0;
+    if (!s.sees_any(lane)) {
+      memset(q_row, 0, strip->q_rows.stride * sizeof(float));
+      memset(dout_row, 0, strip->dout_rows.stride * sizeof(float));
+      continue;
+    }
     const int64_t row = s.offset(lane, p.num_heads), statistic = s.head[lane] * p.total_q + s.q_row[lane];
-    PackRow<D>(q + row * p.head_dim, p.head_dim, strip->q_rows.data + lane * strip->q_rows.stride);
-    PackRow<D>(dout + row * p.head_dim_v, p.head_dim_v, strip->dout_rows.data + lane * strip->dout_rows.stride);
+    PackRow<D>(q + row * p.head_dim, p.head_dim, q_row);
+    PackRow<D>(dout + row * p.head_dim_v, p.head_dim_v, dout_row);
     const float lse = p.lse[statistic];
     strip->lse[lane] = lse == -kInf ? kInf : lse * kLog2E;
     strip->delta[lane] = params.delta[statistic];
   }
-  for (int64_t lane = s.rows; lane < s.stride(); ++lane) strip->lse[lane] = kInf, strip->delta[lane] = 0;
 }
 
 // dq of the strip: added to what the items of earlier keys have summed up, and written out behind the last of them.

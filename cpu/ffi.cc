@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "append.h"
 #include "bwd_plan.h"
 #include "ffi_args.h"
 #include "fwd_plan.h"
@@ -73,11 +74,11 @@ ffi::Error Run(const Params& params, const FwdParams& fwd, const KernelFor& kern
 ffi::Error Fwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                Offsets seqused_q, Offsets seqused_k, Offsets block_table, Floats softmax_scale, Floats alibi_slopes,
                Floats sinks, Floats k_scale, Floats v_scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-               int64_t window_left, int64_t window_right, float softcap, ffi::ThreadPool pool) {
+               int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant, ffi::ThreadPool pool) {
   FwdParams params;
-  const ffi::Error error =
-      ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
-                  {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap, &params);
+  const ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
+                                       {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap,
+                                       batch_invariant, &params);
   if (error.failure()) return error;
   return Run<FwdPlan>(params, params, FwdKernelFor, pool);
 }
@@ -94,13 +95,31 @@ ffi::Error Bwd(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_
   return Run<BwdPlan>(params, params.fwd, BwdKernelFor, pool);
 }
 
+ffi::Error AppendKv(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens,
+                    Offsets seqused_k, Offsets block_table, Floats k_scale, Floats v_scale,
+                    ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result, ffi::ThreadPool pool) {
+  AppendParams params;
+  const ffi::Error error =
+      ReadAppendArgs(k_cache, v_cache, k, v, cu_seqlens, seqused_k, block_table, k_scale, v_scale, k_result, v_result, &params);
+  if (error.failure()) return error;
+  if (const std::string error = CheckAppend(params); !error.empty()) return ffi::Error::InvalidArgument(error);
+  const int64_t begin = params.cu_seqlens[0], end = params.cu_seqlens[params.batch], rows = AppendRowsPerUnit(params);
+  const int64_t num_threads = std::max<int64_t>(1, pool.num_threads());
+  RunUnits(pool, num_threads, (end - begin + rows - 1) / rows, [params, begin, end, rows](int64_t unit) {
+    Append(params, begin + unit * rows, std::min(end, begin + (unit + 1) * rows));
+  });
+  return ffi::Error::Success();
+}
+
 XLA_FFI_DEFINE_HANDLER(FwdHandler, Fwd, BindFwdArgs().Ctx<ffi::ThreadPool>());
 XLA_FFI_DEFINE_HANDLER(BwdHandler, Bwd, BindBwdArgs().Ctx<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER(AppendHandler, AppendKv, BindAppendArgs().Ctx<ffi::ThreadPool>());
 
 nb::dict Registrations() {
   nb::dict targets;
   targets["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(FwdHandler));
   targets["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(BwdHandler));
+  targets["jax_varlen_append_v1"] = nb::capsule(reinterpret_cast<void*>(AppendHandler));
   return targets;
 }
 

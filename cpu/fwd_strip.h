@@ -28,6 +28,7 @@ struct Strip {
   bool empty;  // o holds nothing yet
 
   int64_t offset(int64_t lane, int64_t num_heads) const { return q_row[lane] * num_heads + head[lane]; }
+  bool sees_any(int64_t lane) const { return lane < rows && first[lane] <= last[lane]; }
   int64_t stride() const { return int64_t{vectors} * kLanes; }
 };
 
@@ -86,13 +87,14 @@ inline void TransposeIn(const T* const (&rows)[kLanes], int64_t n, const LoadWor
   }
 }
 
-// The strip's rows of q, or of an array like it, as words [word][lane]; lanes beyond its rows are zero.
+// The strip's rows of q, or of an array like it, as words [word][lane]; lanes of rows that see no key, or beyond its rows, are
+// zero.
 template <typename Engine>
 void PackTransposed(const typename Engine::Data::T* array, int64_t dims, int64_t num_heads, const Strip& strip, float* dst) {
   const typename Engine::Data::T* rows[kLanes];
   for (int64_t lane = 0; lane < strip.stride(); lane += kLanes) {
     for (int i = 0; i < kLanes; ++i)
-      rows[i] = lane + i < strip.rows ? array + strip.offset(lane + i, num_heads) * dims : nullptr;
+      rows[i] = strip.sees_any(lane + i) ? array + strip.offset(lane + i, num_heads) * dims : nullptr;
     TransposeIn(
         rows, Engine::Words(dims), [dims](auto* row, int64_t word) { return Engine::LoadWords(row, word, dims); }, dst + lane,
         strip.stride());

@@ -3,8 +3,12 @@
 namespace jax_varlen {
 namespace {
 
+std::string Element(const std::string& name, const std::string& index, int64_t value) {
+  return name + "[" + index + "] is " + std::to_string(value);
+}
+
 std::string Element(const std::string& name, int64_t i, int64_t value) {
-  return name + "[" + std::to_string(i) + "] is " + std::to_string(value);
+  return Element(name, std::to_string(i), value);
 }
 
 std::string CheckNotFalling(const std::string& name, const int32_t* cu, int64_t batch) {
@@ -62,6 +66,18 @@ std::string CheckBlockTable(const FwdParams& p) {
   return "";
 }
 
+// The positions first .. last of sequence b, in its row of the block table.
+std::string CheckBlocks(const AppendParams& p, int64_t b, int64_t first, int64_t last) {
+  for (int64_t column = first / p.block_size; column <= last / p.block_size; ++column) {
+    const int64_t block = p.block_table[b * p.max_blocks + column];
+    if (block < 0 || block >= p.num_blocks)
+      return "block_table must name blocks of the pool, which has " + std::to_string(p.num_blocks) + ": " +
+             Element("block_table", std::to_string(b) + ", " + std::to_string(column), block) + ", where sequence " +
+             std::to_string(b) + " appends the positions " + std::to_string(first) + " to " + std::to_string(last) + ".";
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string CheckOffsets(const FwdParams& p) {
@@ -75,6 +91,26 @@ std::string CheckOffsets(const FwdParams& p) {
   if (error.empty() && p.seqused_k != nullptr)
     error = CheckSeqused("seqused_k", "cu_seqlens_k", p.seqused_k, p.cu_seqlens_k, p.batch);
   if (error.empty() && paged) error = CheckBlockTable(p);
+  return error;
+}
+
+std::string CheckAppend(const AppendParams& p) {
+  std::string error = CheckCuSeqlens("cu_seqlens", "k", p.cu_seqlens, p.batch, p.total);
+  const int64_t capacity = p.max_blocks * p.block_size;
+  for (int64_t b = 0; b < p.batch && error.empty(); ++b) {
+    const int64_t tokens = p.cu_seqlens[b + 1] - p.cu_seqlens[b], first = p.seqused_k[b], last = first + tokens - 1;
+    if (tokens == 0) continue;
+    if (first < 0) {
+      error = "seqused_k must not be negative: " + Element("seqused_k", b, first) + ".";
+    } else if (last >= capacity) {
+      error = "The tokens must fit in the block table, whose " + std::to_string(p.max_blocks) + " blocks of " +
+              std::to_string(p.block_size) + " hold " + std::to_string(capacity) +
+              " of a sequence: " + Element("seqused_k", b, first) + ", and cu_seqlens gives the sequence " +
+              std::to_string(tokens) + " more.";
+    } else {
+      error = CheckBlocks(p, b, first, last);
+    }
+  }
   return error;
 }
 

@@ -126,6 +126,17 @@ inline F PortableFromE4M3(const uint8_t* p) {
   return Bits<F>(bits | ((x & 0x80u) << 24));
 }
 
+// float8_e4m3fn: rounds to nearest even; what lies beyond 448 becomes 448, and NaN stays NaN.
+inline void ToE4M3(F x, uint8_t* p) {
+  const U u = Bits<U>(x), sign = (u >> 24) & 0x80u, magnitude = u & 0x7fffffffu;
+  const U subnormal = Bits<U>(Bits<F>(magnitude) + 0x1p14f) - 0x46800000u;  // in units of 2^-9
+  const U normal = (magnitude - (120u << 23) + (((magnitude >> 20) & 1u) + 0x7ffffu)) >> 20;
+  const U finite = magnitude < 0x3c800000u ? subnormal : normal;
+  const U largest = U{} + 0x7eu, nan = U{} + 0x7fu;
+  const U bits = magnitude < 0x43e00000u ? finite : magnitude <= 0x7f800000u ? largest : nan;
+  Store(p, __builtin_convertvector(bits | sign, B));
+}
+
 // p * 2^n for n = rint(x), p in [0.7, 1.5] and x <= 127; 0 for x < -125, NaN for NaN. shifter holds n in its low bits.
 // In integers, because a floating-point result that underflows takes some processors a hundred times as long.
 inline F PortableScale(F p, F shifter, F x) {

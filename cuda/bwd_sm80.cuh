@@ -11,7 +11,6 @@
 //   dS warps   dQ(i - 1)   dP(i)         dS(i)   dK(i)
 #pragma once
 
-
 #include "bwd_sm80.h"
 #include "params.h"
 #include "schedule.h"
@@ -23,16 +22,22 @@
 
 namespace jax_varlen {
 
-// One step of the loop: a tile of q of one query head.
+// The query heads of a kv head.
+struct HeadRange {
+  int begin, end;
+};
+
+// One step of the loop: a tile of q of one query head. Tiles pass from the last to the first. Where a causal mask leaves later
+// keys fewer of them, all CTAs of a sequence so begin with those that they share, and their turns come with little waiting.
 struct Step {
   int head, m;
 
-  __device__ __forceinline__ Step Next(const KeyRange& tiles) const {
-    return m + 1 < tiles.hi ? Step{head, m + 1} : Step{head + 1, tiles.lo};
+  __device__ __forceinline__ Step Next(const HeadRange& heads) const {
+    return head + 1 < heads.end ? Step{head + 1, m} : Step{heads.begin, m - 1};
   }
 
-  __device__ __forceinline__ Step Previous(const KeyRange& tiles) const {
-    return m > tiles.lo ? Step{head, m - 1} : Step{head - 1, tiles.hi - 1};
+  __device__ __forceinline__ Step Previous(const HeadRange& heads) const {
+    return head > heads.begin ? Step{head - 1, m} : Step{heads.end - 1, m + 1};
   }
 };
 
@@ -98,7 +103,7 @@ __device__ __forceinline__ void ComputeP(float (&acc_s)[kAtoms][kN][4], const Fw
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
     const float2 lse = ptx::LoadSharedFloat2(smem_lse + 32 * n);
-    // A query that sees no key has lse -inf, and no probability.
+    // A query all of whose logits are -inf has lse -inf, and no probability.
     const float shift[2] = {lse.x == -INFINITY ? -INFINITY : -lse.x * kLog2e, lse.y == -INFINITY ? -INFINITY : -lse.y * kLog2e};
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a)
@@ -142,42 +147,49 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
       reinterpret_cast<int32_t*>(&tile)[threadIdx.x] =
           reinterpret_cast<const int32_t*>(&list.tiles[item / num_kv_heads])[threadIdx.x];
     __syncthreads();
-    if (tile.sequence < 0) {
-      __syncthreads();
-      continue;
-    }
     const int kv_head = static_cast<int>(item % num_kv_heads);
     const int64_t row_k = static_cast<int64_t>(tile.k_begin) + tile.row;
 
     // Steps: every tile of q that sees any key, for every query head of the group.
     const KeyRange queries = QueriesOfAny(p, tile, tile.row, kTileN);
-    const KeyRange tiles = {queries.lo / kTileM, (queries.hi + kTileM - 1) / kTileM};
-    const int steps = queries.lo < queries.hi ? (tiles.hi - tiles.lo) * group_size : 0;
+    const int last_m = (queries.hi - 1) / kTileM;
+    const int steps = queries.lo < queries.hi ? (last_m + 1 - queries.lo / kTileM) * group_size : 0;
+    const HeadRange heads = {kv_head * group_size, (kv_head + 1) * group_size};
 
+    // Rows that see no key arrive as zeros, so that nothing of theirs, NaN included, reaches a product.
     auto copy_step = [&](const Step& step, int stage) {
-      const int rows = tile.q_used - step.m * kTileM;
+      const int row_lo = FirstQuery(p, tile, 0) - step.m * kTileM, row_hi = tile.q_used - step.m * kTileM;
       const int64_t row = static_cast<int64_t>(tile.q_begin) + step.m * kTileM, head_row = row * num_heads + step.head;
       CopyTile<kHeadDim, kThreads, kTileM>(smem_q + stage * kBytesQ, static_cast<const T*>(p.q) + head_row * head_dim,
-                                           num_heads * p.head_dim, 0, rows, head_dim);
+                                           num_heads * p.head_dim, row_lo, row_hi, head_dim);
       CopyTile<kHeadDim, kThreads, kTileM>(smem_dout + stage * kBytesQ,
                                            static_cast<const T*>(params.dout) + head_row * head_dim_v, num_heads * p.head_dim_v,
-                                           0, rows, head_dim_v);
+                                           row_lo, row_hi, head_dim_v);
       const int i = threadIdx.x % kTileM;
       const bool is_lse = threadIdx.x < kTileM;
       if (threadIdx.x < 2 * kTileM)
         ptx::CopyAsync4((is_lse ? smem_lse : smem_delta) + (stage * kTileM + i) * 4,
-                        (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, i < rows);
+                        (is_lse ? p.lse : params.delta) + step.head * p.total_q + row + i, row_lo <= i && i < row_hi);
     };
 
-    // Additions to a tile of dq in the order of the tiles of keys, each half of the warps by itself. A turn ends one step after
-    // its additions, when they are done and the fence need not wait.
+    // Additions to a tile of dq in the order of the tiles of keys, each half of the warps by itself. The list has the tiles of
+    // a sequence in that order, so that a CTA waits only for some that have started. A turn ends one step after its additions,
+    // when they are done and the fence need not wait.
     auto turn_of = [&](const Step& step) {
       return turns.counts + (step.head * turns.tiles + tile.q_begin / kTileM + tile.sequence + step.m) * 2 + is_ds;
     };
     auto end_turn = [&](const Step& step) {
       __threadfence();
       ptx::BarrierSync(kBarrierTurn + is_ds, kGroupThreads);
-      if (threadIdx.x % kGroupThreads == 0) ptx::StoreRelease(turn_of(step), ptx::LoadAcquire(turn_of(step)) + 1);
+      if (threadIdx.x % kGroupThreads == 0) ptx::AddRelease(turn_of(step), 1);
+    };
+    auto wait_for_turn = [&](const Step& step) {
+      if (threadIdx.x % kGroupThreads == 0) {
+        const int before = tile.row / kTileN - VisibleTo(p, tile, step.m * kTileM).lo / kTileN;
+        while (ptx::LoadAcquire(turn_of(step)) < before) {
+        }
+      }
+      ptx::BarrierSync(kBarrierTurn + is_ds, kGroupThreads);
     };
 
     // dQ += dS K: 32 rows and kQColumns columns a warp.
@@ -190,15 +202,11 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
           },
           address_k);
 
-      const int query0 = step.m * kTileM;
       if (turns.counts) {
-        if (i > 0) end_turn(step.Previous(tiles));
-        const int mine = tile.row / kTileN - VisibleTo(p, tile, query0).lo / kTileN;
-        // Offsets that overlap could wait for a turn that never comes: the wait has an end, and the bits are then anyone's.
-        for (int polls = 0; polls < (1 << 22) && ptx::LoadAcquire(turn_of(step)) < mine; ++polls) {
-        }
+        if (i > 0) end_turn(step.Previous(heads));
+        wait_for_turn(step);
       }
-      const int row0 = query0 + 32 * warp_q + lane / 4, column0 = warp_column + 2 * (lane % 4);
+      const int row0 = step.m * kTileM + 32 * warp_q + lane / 4, column0 = warp_column + 2 * (lane % 4);
       const int64_t row_stride = static_cast<int64_t>(num_heads) * head_dim;
       float* dq = static_cast<float*>(params.dq) + (static_cast<int64_t>(tile.q_begin) + row0) * row_stride +
                   step.head * head_dim + column0;
@@ -215,7 +223,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
     };
 
     float acc[kAtoms][kHeadDim / 8][4] = {};  // dv or dk
-    Step step = {kv_head * group_size, tiles.lo};
+    Step step = {heads.begin, last_m};
     if (steps > 0) {
       const int rows = tile.k_used - tile.row;
       const int64_t head_row = row_k * num_kv_heads + kv_head;
@@ -234,9 +242,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
       // This step's tiles are there, and nobody reads the last step's any more.
       ptx::WaitCopies<0>();
       __syncthreads();
-      if (kStages > 1 && i + 1 < steps) copy_step(step.Next(tiles), (i + 1) % kStages);
+      if (kStages > 1 && i + 1 < steps) copy_step(step.Next(heads), (i + 1) % kStages);
       ptx::CommitCopies();
-      if (is_ds && i > 0) add_dq(step.Previous(tiles), i - 1);
+      if (is_ds && i > 0) add_dq(step.Previous(heads), i - 1);
 
       // S^T = K Q^T, or dP^T = V dO^T.
       float acc_s[kAtoms][kTileM / 8][4];
@@ -307,16 +315,16 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
           AddressA<kHeadDim>(is_ds ? tile_q : tile_dout, 0));
       if constexpr (kStages == 1) {
         __syncthreads();
-        if (i + 1 < steps) copy_step(step.Next(tiles), 0);
+        if (i + 1 < steps) copy_step(step.Next(heads), 0);
         ptx::CommitCopies();
       }
-      if (!is_ds && i > 0) add_dq(step.Previous(tiles), i - 1);
-      step = step.Next(tiles);
+      if (!is_ds && i > 0) add_dq(step.Previous(heads), i - 1);
+      step = step.Next(heads);
     }
     __syncthreads();
     if (steps > 0) {
-      add_dq(step.Previous(tiles), steps - 1);
-      if (turns.counts) end_turn(step.Previous(tiles));
+      add_dq(step.Previous(heads), steps - 1);
+      if (turns.counts) end_turn(step.Previous(heads));
     }
 
     // dk and dv pass through the warp's own rows of K or V. Keys that do not count have gradient 0.
@@ -346,18 +354,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
 }
 
 template <typename T, typename Config>
-cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& workspace, const Turns& turns, cudaStream_t stream) {
+cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& list, const Turns& turns, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
-  const Order order = turns.counts ? Order::kPacked : Order::kLongestFirst;
-  // The workspace has room for the smallest tiles of all kernels; with these there are fewer.
-  const int64_t tiles = MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN);
-  const WorkList list = {workspace.count, workspace.tiles, tiles};
-  if (cudaError_t error = LaunchSchedule(params.fwd, TilesOf::kKeys, Config::kTileN, Config::kTileM, order, list, stream))
+  if (cudaError_t error = LaunchSchedule(params.fwd, TilesOf::kKeys, Config::kTileN, Config::kTileM, list, stream))
     return error;
   const auto kernel = bwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
-  const int64_t items = tiles * params.fwd.num_kv_heads;
+  const int64_t items = MaxTiles(params.fwd.total_k, params.fwd.batch, Config::kTileN) * params.fwd.num_kv_heads;
   kernel<<<static_cast<int>(items < kMaxGrid ? items : kMaxGrid), Config::kThreads, Config::kSmemBytes, stream>>>(params, list,
                                                                                                                   turns);
   return cudaGetLastError();

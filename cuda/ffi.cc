@@ -5,6 +5,7 @@
 #include <climits>
 #include <string>
 
+#include "append.h"
 #include "dispatch.h"
 #include "ffi_args.h"
 
@@ -13,14 +14,16 @@ namespace {
 
 namespace nb = nanobind;
 
-ffi::Error Check(const FwdParams& params, int64_t total, int64_t workspace_words) {
+ffi::Error Check(const FwdParams& params, int64_t workspace_words, int64_t least_words) {
   if (params.dtype == DType::kF32) return ffi::Error::InvalidArgument("The CUDA kernels take bfloat16 and float16.");
+  const int64_t multiple = params.kv_dtype == DType::kE4M3 ? 16 : 8;
   for (int64_t head_dim : {params.head_dim, params.head_dim_v})
-    if (head_dim % 8 != 0 || head_dim > kMaxHeadDim)
-      return ffi::Error::InvalidArgument("head_dim must be a multiple of 8 up to 256, got " + std::to_string(head_dim) + ".");
+    if (head_dim % multiple != 0 || head_dim > kMaxHeadDim)
+      return ffi::Error::InvalidArgument("head_dim must be a multiple of " + std::to_string(multiple) + " up to 256, got " +
+                                         std::to_string(head_dim) + ".");
   if (params.total_q > INT_MAX || params.total_k > INT_MAX)
     return ffi::Error::InvalidArgument("total_q and total_k must fit in int32, as offsets do.");
-  if (workspace_words < WorkspaceWords(total, params.batch)) return ffi::Error::InvalidArgument("The workspace is too small.");
+  if (workspace_words < least_words) return ffi::Error::InvalidArgument("The workspace is too small.");
   return ffi::Error::Success();
 }
 
@@ -32,13 +35,14 @@ ffi::Error Launched(cudaError_t error) {
 ffi::Error FwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens_q, Offsets cu_seqlens_k,
                       Offsets seqused_q, Offsets seqused_k, Offsets block_table, Floats softmax_scale, Floats alibi_slopes,
                       Floats sinks, Floats k_scale, Floats v_scale, ffi::Result<ffi::AnyBuffer> out, ffi::Result<Floats> lse,
-                      int64_t window_left, int64_t window_right, float softcap, ffi::Result<Offsets> workspace,
-                      cudaStream_t stream) {
+                      int64_t window_left, int64_t window_right, float softcap, int64_t batch_invariant,
+                      ffi::Result<Offsets> workspace, cudaStream_t stream) {
   FwdParams params;
   ffi::Error error = ReadFwdArgs(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, alibi_slopes,
-                                 {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap, &params);
+                                 {block_table, sinks, k_scale, v_scale}, out, lse, window_left, window_right, softcap,
+                                 batch_invariant, &params);
   if (error.failure()) return error;
-  error = Check(params, params.total_q, workspace->element_count());
+  error = Check(params, workspace->element_count(), FwdWorkspaceWords(params));
   if (error.failure()) return error;
   if (params.total_q == 0) return ffi::Error::Success();
   return Launched(Fwd(params, workspace->typed_data(), stream));
@@ -55,7 +59,7 @@ ffi::Error BwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
                                  lse, delta, dq, dk, dv, window_left, window_right, softcap, ffi::F32, &params);
   if (error.failure()) return error;
   const FwdParams& fwd = params.fwd;
-  error = Check(fwd, fwd.total_k, workspace->element_count());
+  error = Check(fwd, workspace->element_count(), WorkspaceWords(fwd.total_k, fwd.batch));
   if (error.failure()) return error;
   if (dq->untyped_data() != dq_zeros.untyped_data() ||
       (turns->element_count() != 0 && turns->untyped_data() != turns_zeros.untyped_data()))
@@ -68,6 +72,16 @@ ffi::Error BwdHandler(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Offs
   return Launched(Bwd(params, workspace->typed_data(), order, stream));
 }
 
+ffi::Error AppendHandler(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::AnyBuffer k, ffi::AnyBuffer v, Offsets cu_seqlens,
+                         Offsets seqused_k, Offsets block_table, Floats k_scale, Floats v_scale,
+                         ffi::Result<ffi::AnyBuffer> k_result, ffi::Result<ffi::AnyBuffer> v_result, cudaStream_t stream) {
+  AppendParams params;
+  ffi::Error error =
+      ReadAppendArgs(k_cache, v_cache, k, v, cu_seqlens, seqused_k, block_table, k_scale, v_scale, k_result, v_result, &params);
+  if (error.failure()) return error;
+  return Launched(Append(params, stream));
+}
+
 // The handlers launch kernels and do nothing else, so that XLA may capture them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(fwd, FwdHandler, BindFwdArgs().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -77,10 +91,14 @@ XLA_FFI_DEFINE_HANDLER(
     BindBwdArgs().Arg<Floats>().Arg<Offsets>().Ret<Offsets>().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
     {ffi::Traits::kCmdBufferCompatible});
 
+XLA_FFI_DEFINE_HANDLER(append, AppendHandler, BindAppendArgs().Ctx<ffi::PlatformStream<cudaStream_t>>(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
 nb::dict Registrations() {
   nb::dict registrations;
   registrations["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(fwd));
   registrations["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(bwd));
+  registrations["jax_varlen_append_v1"] = nb::capsule(reinterpret_cast<void*>(append));
   return registrations;
 }
 

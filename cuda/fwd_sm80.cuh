@@ -5,6 +5,11 @@
 // A operand of O += P V.
 #pragma once
 
+#include <type_traits>
+
+#include "device.h"
+#include "fwd_store.cuh"
+#include "paged.cuh"
 #include "params.h"
 #include "schedule.h"
 #include "sequence.cuh"
@@ -45,34 +50,9 @@ struct QFragments {
   }
 };
 
-// Stores the rows of one atom that the sequence owns. O passes through the warp's own rows of smem_q, so that whole 16-byte
-// chunks reach device memory.
-template <typename T, typename Config>
-__device__ __forceinline__ void StoreAtom(const float (&acc_o)[Config::kHeadDim / 8][4], const SoftmaxState& state,
-                                          const Logits& logits, const FwdParams& p, const Tile& tile, int head, int row0,
-                                          uint32_t smem_rows) {
-  constexpr int kHeadDim = Config::kHeadDim, kChunks = kHeadDim / 8;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int atom_row = lane / 4 + 8 * r, row = row0 + atom_row;
-    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
-    if (row >= tile.q_used) result = {0.f, -INFINITY};
-    if (lane % 4 == 0 && row < tile.q_owned) p.lse[head * p.total_q + tile.q_begin + row] = result.lse;
-#pragma unroll
-    for (int d = 0; d < kChunks; ++d) {
-      const float lo = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r] * result.out_scale;
-      const float hi = result.out_scale == 0.f ? 0.f : acc_o[d][2 * r + 1] * result.out_scale;
-      ptx::StoreShared4(smem_rows + SmemOffset<kHeadDim>(atom_row, d) + lane % 4 * 4, ptx::Pack2<T>(lo, hi));
-    }
-  }
-  __syncwarp();
-  T* out = static_cast<T*>(p.out) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim_v;
-  StoreRows<kHeadDim>(out, p.num_heads * p.head_dim_v, tile.q_owned - row0, p.head_dim_v, smem_rows);
-}
-
-template <typename T, typename Config, int kAtoms>
-__device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile, int head, uint32_t smem) {
+template <typename T, typename Config, bool kPaged, int kAtoms>
+__device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile, int head, uint32_t smem,
+                                            PoolRows<Config::kTileN>* pool_rows) {
   const int row0 = tile.row;
   constexpr int kHeadDim = Config::kHeadDim, kTileN = Config::kTileN, kStages = Config::kStages;
   constexpr int kRows = kAtoms * Config::kRowsPerAtom;
@@ -80,7 +60,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 
   // Where things are.
   const uint32_t smem_q = smem, smem_k = smem_q + 2 * kHeadDim * Config::kTileM, smem_v = smem_k + kStages * kStageBytes;
-  const int64_t kv_head = static_cast<int64_t>(tile.k_begin) * p.num_kv_heads + head / (p.num_heads / p.num_kv_heads);
+  const int64_t kv_head = static_cast<int64_t>(tile.k_begin) * p.num_kv_heads + head / p.group_size;
   const T* gmem_q =
       static_cast<const T*>(p.q) + ((static_cast<int64_t>(tile.q_begin) + row0) * p.num_heads + head) * p.head_dim;
   const T* gmem_k = static_cast<const T*>(p.k) + kv_head * p.head_dim;
@@ -90,16 +70,28 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
   // Which tiles of keys are seen by any row, and which by all.
   const KeyRange any = VisibleToAny(p, tile, kRows), all = VisibleToAll(p, tile, kRows);
   const int n_begin = any.lo / kTileN, n_end = any.lo < any.hi ? (any.hi + kTileN - 1) / kTileN : n_begin;
-  auto copy_k = [&](int n) {
-    const int64_t stride = p.num_kv_heads * p.head_dim;
-    CopyTile<kHeadDim, Config::kThreads, kTileN>(smem_k + n % kStages * kStageBytes, gmem_k + n * kTileN * stride, stride,
-                                                 any.lo - n * kTileN, any.hi - n * kTileN, p.head_dim);
+  // A paged tile is looked up one step before it is copied.
+  auto look_up = [&](int n) {
+    if constexpr (kPaged)
+      if (n >= n_begin) pool_rows[n % 2].LookUp(p, tile.sequence, n * kTileN, any);
   };
-  auto copy_v = [&](int n) {
-    const int64_t stride = p.num_kv_heads * p.head_dim_v;
-    CopyTile<kHeadDim, Config::kThreads, kTileN>(smem_v + n % kStages * kStageBytes, gmem_v + n * kTileN * stride, stride,
-                                                 any.lo - n * kTileN, any.hi - n * kTileN, p.head_dim_v);
+  auto copy_packed = [&](uint32_t stage, const T* gmem, int64_t columns, int n) {
+    const int64_t stride = p.num_kv_heads * columns;
+    CopyTile<kHeadDim, Config::kThreads, kTileN>(stage, gmem + n * kTileN * stride, stride, any.lo - n * kTileN,
+                                                 any.hi - n * kTileN, columns);
   };
+  auto copy = [&](int n, auto with_k, auto with_v) {
+    const uint32_t stage_k = smem_k + n % kStages * kStageBytes, stage_v = smem_v + n % kStages * kStageBytes;
+    if constexpr (kPaged) {
+      CopyFromPool<T, kHeadDim, Config::kThreads, kTileN, with_k.value, with_v.value>(p, pool_rows[n % 2], head / p.group_size,
+                                                                                      stage_k, stage_v);
+    } else {
+      if constexpr (with_k.value) copy_packed(stage_k, gmem_k, p.head_dim, n);
+      if constexpr (with_v.value) copy_packed(stage_v, gmem_v, p.head_dim_v, n);
+    }
+  };
+  constexpr std::true_type kWith;
+  constexpr std::false_type kWithout;
 
   const Logits logits(p, tile, head);
   float acc_o[kAtoms][kHeadDim / 8][4] = {};
@@ -108,8 +100,18 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 
   if (n_begin < n_end) {
     CopyTile<kHeadDim, Config::kThreads, kRows>(smem_q, gmem_q, p.num_heads * p.head_dim, 0, tile.q_used - row0, p.head_dim);
-    copy_k(n_end - 1);
-    if constexpr (kStages > 1) copy_v(n_end - 1);
+    if constexpr (kPaged) {
+      look_up(n_end - 1);
+      look_up(n_end - 2);
+      ptx::CommitCopies();
+      ptx::WaitCopies<0>();
+      __syncthreads();
+    }
+    if constexpr (kStages == 1) {
+      copy(n_end - 1, kWith, kWithout);
+    } else {
+      copy(n_end - 1, kWith, kWith);
+    }
     ptx::CommitCopies();
     ptx::WaitCopies<0>();
     __syncthreads();
@@ -125,10 +127,10 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
     ptx::WaitCopies<0>();
     __syncthreads();
     if constexpr (kStages == 1) {
-      copy_v(n);
-    } else if (n > n_begin) {
-      copy_k(n - 1);
-      copy_v(n - 1);
+      copy(n, kWithout, kWith);
+    } else {
+      if (n > n_begin) copy(n - 1, kWith, kWith);
+      look_up(n - 2);
     }
     ptx::CommitCopies();
 
@@ -140,7 +142,8 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
     if constexpr (kStages == 1) {
       ptx::WaitCopies<0>();
       __syncthreads();
-      if (n > n_begin) copy_k(n - 1);
+      if (n > n_begin) copy(n - 1, kWith, kWithout);
+      look_up(n - 2);
       ptx::CommitCopies();
     }
 
@@ -185,55 +188,75 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
 #pragma unroll
   for (int a = 0; a < kAtoms; ++a) {
     const int tile_row = a * Config::kRowsPerAtom + warp_row;
-    StoreAtom<T, Config>(acc_o[a], state[a], logits, p, tile, head, row0 + tile_row, smem_q + tile_row * 2 * kHeadDim);
+    StoreAtom<T, kHeadDim>(acc_o[a], state[a], logits, p, tile, head, row0 + tile_row, smem_q + tile_row * 2 * kHeadDim);
   }
 }
 
-template <typename T, typename Config>
+// The item that a CTA takes after `item`. Where the host cannot know how many there will be, the grid is as large as the device
+// and CTAs take them one by one.
+template <bool kPaged>
+__device__ __forceinline__ int64_t NextItem(const WorkList& list, int64_t item) {
+  if constexpr (!kPaged) return item + gridDim.x;
+  __shared__ int64_t next;
+  if (threadIdx.x == 0) next = gridDim.x + static_cast<int64_t>(atomicAdd(list.taken, 1ull));
+  __syncthreads();
+  return next;
+}
+
+template <typename T, typename Config, bool kPaged>
 __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_kernel(const __grid_constant__ FwdParams p,
                                                                                       const __grid_constant__ WorkList list) {
   extern __shared__ __align__(512) uint8_t smem[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
+  __shared__ PoolRows<Config::kTileN> pool_rows[kPaged ? 2 : 1];
   // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
   const int64_t items = *list.count * p.num_heads;
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+  for (int64_t item = blockIdx.x; item < items; item = NextItem<kPaged>(list, item)) {
     if (threadIdx.x < kWordsPerTile)
       reinterpret_cast<int32_t*>(&tile)[threadIdx.x] =
           reinterpret_cast<const int32_t*>(&list.tiles[item / p.num_heads])[threadIdx.x];
     __syncthreads();
     const int head = static_cast<int>(item % p.num_heads);
     if (Config::kAtoms == 1 || tile.q_owned - tile.row <= Config::kRowsPerAtom) {
-      ComputeTile<T, Config, 1>(p, tile, head, ptx::SmemAddress(smem));
+      ComputeTile<T, Config, kPaged, 1>(p, tile, head, ptx::SmemAddress(smem), pool_rows);
     } else {
-      ComputeTile<T, Config, Config::kAtoms>(p, tile, head, ptx::SmemAddress(smem));
+      ComputeTile<T, Config, kPaged, Config::kAtoms>(p, tile, head, ptx::SmemAddress(smem), pool_rows);
     }
     __syncthreads();
   }
 }
 
-template <typename T, typename Config>
-cudaError_t LaunchFwdSm80As(const FwdParams& params, const WorkList& list, cudaStream_t stream) {
+// The packed call, or what a paged call has beside the sequences that the decode kernel takes.
+template <typename T, typename Config, bool kPaged>
+cudaError_t LaunchFwdSm80As(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
-  if (cudaError_t error =
-          LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, Order::kLongestFirst, list, stream))
-    return error;
-  const auto kernel = fwd_sm80_kernel<T, Config>;
-  if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
-    return error;
+  const WorkList& list = workspace.list;
+  cudaError_t error;
+  if constexpr (kPaged) {
+    error = LaunchPagedSchedule(params, Config::kTileM, Config::kTileN, list, DecodeStep(params), workspace.most_shares,
+                                workspace.decode, stream);
+    if (error || IsAllDecode(params)) return error;
+  } else {
+    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
+  }
+  if (error) return error;
+  const auto kernel = fwd_sm80_kernel<T, Config, kPaged>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
+  if (error) return error;
   const int64_t items = MaxTiles(params.total_q, params.batch, Config::kTileM) * params.num_heads;
-  const int grid = static_cast<int>(items < kMaxGrid ? items : kMaxGrid);
-  kernel<<<grid, Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
+  const int64_t most = kPaged ? device.multiprocessors * Config::kMinCtas : kMaxGrid;
+  kernel<<<static_cast<int>(items < most ? items : most), Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
   return cudaGetLastError();
 }
 
-template <typename T>
-cudaError_t LaunchFwdSm80(const FwdParams& params, const WorkList& list, int smem_bytes, cudaStream_t stream) {
+template <typename T, bool kPaged>
+cudaError_t LaunchFwdSm80(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   const int64_t head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
-  if (head_dim <= 64) return LaunchFwdSm80As<T, FwdTile64>(params, list, stream);
-  if (head_dim <= 128) return LaunchFwdSm80As<T, FwdTile128>(params, list, stream);
-  if (FwdTile256Wide::kSmemBytes + kStaticSmemBytes <= smem_bytes)
-    return LaunchFwdSm80As<T, FwdTile256Wide>(params, list, stream);
-  return LaunchFwdSm80As<T, FwdTile256>(params, list, stream);
+  if (head_dim <= 64) return LaunchFwdSm80As<T, FwdTile64, kPaged>(params, workspace, device, stream);
+  if (head_dim <= 128) return LaunchFwdSm80As<T, FwdTile128, kPaged>(params, workspace, device, stream);
+  if (FwdTile256Wide::kSmemBytes + kStaticSmemBytes <= device.smem_bytes)
+    return LaunchFwdSm80As<T, FwdTile256Wide, kPaged>(params, workspace, device, stream);
+  return LaunchFwdSm80As<T, FwdTile256, kPaged>(params, workspace, device, stream);
 }
 
 }  // namespace jax_varlen

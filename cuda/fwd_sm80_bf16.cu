@@ -4,8 +4,9 @@
 namespace jax_varlen {
 
 template <>
-cudaError_t FwdSm80<DType::kBF16>(const FwdParams& params, const WorkList& list, int smem_bytes, cudaStream_t stream) {
-  return LaunchFwdSm80<__nv_bfloat16>(params, list, smem_bytes, stream);
+cudaError_t FwdSm80<DType::kBF16, false>(const FwdParams& params, const FwdWorkspace& workspace, const Device& device,
+                                         cudaStream_t stream) {
+  return LaunchFwdSm80<__nv_bfloat16, false>(params, workspace, device, stream);
 }
 
 }  // namespace jax_varlen

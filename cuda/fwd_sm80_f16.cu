@@ -4,8 +4,9 @@
 namespace jax_varlen {
 
 template <>
-cudaError_t FwdSm80<DType::kF16>(const FwdParams& params, const WorkList& list, int smem_bytes, cudaStream_t stream) {
-  return LaunchFwdSm80<__half>(params, list, smem_bytes, stream);
+cudaError_t FwdSm80<DType::kF16, false>(const FwdParams& params, const FwdWorkspace& workspace, const Device& device,
+                                        cudaStream_t stream) {
+  return LaunchFwdSm80<__half, false>(params, workspace, device, stream);
 }
 
 }  // namespace jax_varlen

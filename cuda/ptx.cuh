@@ -146,6 +146,51 @@ __device__ __forceinline__ float2 Unpack2<__half>(uint32_t pair) {
   return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
+// Four e4m3 in a word, as two pairs: the first and the third, the second and the fourth.
+template <typename T>
+__device__ __forceinline__ void UnpackE4M3(uint32_t word, uint32_t* even, uint32_t* odd);
+
+#if __CUDA_ARCH__ >= 890
+// Two e4m3 as a pair of float16.
+__device__ __forceinline__ uint32_t E4M3ToHalf2(uint32_t two) {
+  uint32_t r;
+  asm("{\n.reg .b16 lo;\ncvt.u16.u32 lo, %1;\ncvt.rn.f16x2.e4m3x2 %0, lo;\n}\n" : "=r"(r) : "r"(two));
+  return r;
+}
+
+template <>
+__device__ __forceinline__ void UnpackE4M3<__half>(uint32_t word, uint32_t* even, uint32_t* odd) {
+  const uint32_t lo = E4M3ToHalf2(word), hi = E4M3ToHalf2(word >> 16);
+  *even = __byte_perm(lo, hi, 0x5410);
+  *odd = __byte_perm(lo, hi, 0x7632);
+}
+
+template <>
+__device__ __forceinline__ void UnpackE4M3<__nv_bfloat16>(uint32_t word, uint32_t* even, uint32_t* odd) {
+  const float2 lo = Unpack2<__half>(E4M3ToHalf2(word)), hi = Unpack2<__half>(E4M3ToHalf2(word >> 16));
+  *even = Pack2<__nv_bfloat16>(lo.x, hi.x);
+  *odd = Pack2<__nv_bfloat16>(lo.y, hi.y);
+}
+#else
+// Sign, exponent and mantissa are moved to where the wider format has them, and a product with a power of two makes up for the
+// difference of the exponents' biases; numbers below the normal ones come out right as well. NaN becomes 480.
+template <>
+__device__ __forceinline__ void UnpackE4M3<__half>(uint32_t word, uint32_t* even, uint32_t* odd) {
+  const uint32_t e = (word << 7 & 0x3f803f80u) | (word << 8 & 0x80008000u);
+  const uint32_t o = (word >> 1 & 0x3f803f80u) | (word & 0x80008000u);
+  asm("mul.rn.f16x2 %0, %1, %2;\n" : "=r"(*even) : "r"(e), "r"(0x5c005c00u));  // 2^8
+  asm("mul.rn.f16x2 %0, %1, %2;\n" : "=r"(*odd) : "r"(o), "r"(0x5c005c00u));
+}
+
+template <>
+__device__ __forceinline__ void UnpackE4M3<__nv_bfloat16>(uint32_t word, uint32_t* even, uint32_t* odd) {
+  const uint32_t e = (word << 4 & 0x07f007f0u) | (word << 8 & 0x80008000u);
+  const uint32_t o = (word >> 4 & 0x07f007f0u) | (word & 0x80008000u);
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(*even) : "r"(e), "r"(0x7b807b80u), "r"(0x80008000u));  // 2^120
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(*odd) : "r"(o), "r"(0x7b807b80u), "r"(0x80008000u));
+}
+#endif
+
 // The product of two pairs.
 template <typename T>
 __device__ __forceinline__ uint32_t Multiply2(uint32_t a, uint32_t b) {
@@ -169,8 +214,8 @@ __device__ __forceinline__ int LoadAcquire(const int* gmem) {
   return x;
 }
 
-__device__ __forceinline__ void StoreRelease(int* gmem, int x) {
-  asm volatile("st.release.gpu.global.b32 [%0], %1;\n" ::"l"(gmem), "r"(x) : "memory");
+__device__ __forceinline__ void AddRelease(int* gmem, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(gmem), "r"(x) : "memory");
 }
 
 // A barrier of `threads` threads; those that only arrive do not wait.

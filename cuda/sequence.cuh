@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "schedule.h"
 
 namespace jax_varlen {
 
@@ -19,6 +20,18 @@ struct alignas(16) Tile {
   int k_begin;  // the same for its keys
   int k_owned;
   int k_used;
+};
+
+// One entry of the work list of the decode kernel: up to kDecodeRows pairs of a query and a head of its group, and the steps of
+// keys that they see. `tile.row` is the first pair; pair r is query r / group and head r % group of every kv head's group. Rows
+// that belong to nobody are a tile too, of a sequence >= batch without keys.
+struct alignas(16) DecodeTile {
+  Tile tile;
+  int first_step;
+  int steps;           // for each kv head, at least one
+  int64_t first_unit;  // units of all tiles and kv heads before
+
+  __device__ __forceinline__ int UnitsPerHead(const FwdParams& p) const { return p.batch_invariant ? 1 : steps; }
 };
 
 struct KeyRange {
@@ -53,11 +66,16 @@ __device__ __forceinline__ KeyRange VisibleToAll(const FwdParams& p, const Tile&
   return {VisibleTo(p, tile, min(tile.row + rows, tile.q_used) - 1).lo, VisibleTo(p, tile, tile.row).hi};
 }
 
+// The first query whose keys reach as far as `key`. Queries before that of key 0 see no key.
+__device__ __forceinline__ int FirstQuery(const FwdParams& p, const Tile& tile, int key) {
+  return p.window_right == kUnbounded ? 0 : Clamp(static_cast<int64_t>(key) - Shift(tile) - p.window_right, 0, INT_MAX);
+}
+
 // The queries that see any of the keys key .. key + keys - 1 of the sequence.
 __device__ __forceinline__ KeyRange QueriesOfAny(const FwdParams& p, const Tile& tile, int key, int keys) {
-  const int64_t first = static_cast<int64_t>(key) - Shift(tile), last = static_cast<int64_t>(min(key + keys, tile.k_used)) - 1;
+  const int64_t last = static_cast<int64_t>(min(key + keys, tile.k_used)) - 1;
   if (last < key) return {0, 0};
-  return {p.window_right == kUnbounded ? 0 : Clamp(first - p.window_right, 0, INT_MAX),
+  return {FirstQuery(p, tile, key),
           p.window_left == kUnbounded ? tile.q_used : Clamp(last - Shift(tile) + p.window_left + 1, 0, tile.q_used)};
 }
 

@@ -22,10 +22,21 @@ struct Logits {
   bool plain;
   float exponent_scale;  // 2^(x * exponent_scale) is exp of the logit, for x as ScaleLogits leaves it
 
-  __device__ Logits(const FwdParams& p, const Tile& tile, int head) : scale(*p.softmax_scale), slope(0.f) {
+  __device__ Logits(const FwdParams& p, const Tile& tile, int head) : Logits(p, head) {
     if (p.alibi_slopes && tile.sequence < p.batch) slope = p.alibi_slopes[tile.sequence * p.alibi_batch_stride + head];
+    Finish(p, slope != 0.f);
+  }
+
+  // Without a slope, where rows of several heads meet.
+  __device__ Logits(const FwdParams& p, int head) : scale(*p.softmax_scale), slope(0.f) {
+    if (p.k_scale) scale *= p.k_scale[head / p.group_size];
+    Finish(p, p.alibi_slopes != nullptr);
+  }
+
+ private:
+  __device__ void Finish(const FwdParams& p, bool biased) {
     // The maximum of scaled logits is the scaled maximum only for a scale that is positive and no denormal.
-    plain = p.softcap == 0.f && slope == 0.f && scale > 1e-30f;
+    plain = p.softcap == 0.f && !biased && scale > 1e-30f;
     exponent_scale = plain ? scale * kLog2e : kLog2e;
   }
 };

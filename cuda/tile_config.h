@@ -1,6 +1,10 @@
 // The sizes of tiles, by head_dim.
 #pragma once
 
+#include <cstdint>
+
+#include "params.h"
+
 namespace jax_varlen {
 
 // Beside the tiles, a CTA has its entry of the work list in shared memory, and what aligns the tiles to their rows.
@@ -29,6 +33,50 @@ using FwdTile64 = TileConfig<64, 64, 4, 2, 2, 2, true>;
 using FwdTile128 = TileConfig<128, 64, 4, 2, 2, 2, false>;
 using FwdTile256 = TileConfig<256, 64, 4, 1, 1, 2, false>;
 using FwdTile256Wide = TileConfig<256, 64, 8, 1, 2, 1, false>;  // 192 KB, on devices that have them
+
+// The decode kernel: kKeys keys a step, kStages of them in shared memory. All fit into 99 KB, and twice into Hopper's.
+constexpr int kDecodeCtas = 2;  // per multiprocessor
+
+template <int HeadDim, int Keys, int Stages, int ElementBytes>
+struct DecodeTileConfig {
+  static constexpr int kHeadDim = HeadDim;
+  static constexpr int kKeys = Keys;
+  static constexpr int kStages = Stages;
+  static constexpr int kLookUps = 2 * (Stages - 1);  // a step is looked up Stages - 1 steps before it is copied
+  static constexpr int kThreads = 128;
+  static constexpr int kSmemBytes = 2 * ElementBytes * HeadDim * Keys * Stages;
+};
+
+// By the bytes of an element of the pools.
+template <int ElementBytes>
+struct DecodeTiles {
+  using Of64 = DecodeTileConfig<64, 64, 5, 2>;
+  using Of128 = DecodeTileConfig<128, 64, 3, 2>;
+  using Of256 = DecodeTileConfig<256, 32, 3, 2>;
+};
+
+template <>
+struct DecodeTiles<1> {
+  using Of64 = DecodeTileConfig<64, 64, 6, 1>;
+  using Of128 = DecodeTileConfig<128, 64, 5, 1>;
+  using Of256 = DecodeTileConfig<256, 64, 3, 1>;
+};
+
+// Which of them takes a call, by its head_dim, and the keys of its steps.
+constexpr int DecodeHeadDim(int64_t head_dim, int64_t head_dim_v) {
+  const int64_t widest = head_dim > head_dim_v ? head_dim : head_dim_v;
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
+}
+
+template <typename Tiles>
+constexpr int DecodeStepOf(int decode_head_dim) {
+  return decode_head_dim == 64 ? Tiles::Of64::kKeys : decode_head_dim == 128 ? Tiles::Of128::kKeys : Tiles::Of256::kKeys;
+}
+
+inline int DecodeStep(const FwdParams& params) {
+  const int head_dim = DecodeHeadDim(params.head_dim, params.head_dim_v);
+  return params.kv_dtype == DType::kE4M3 ? DecodeStepOf<DecodeTiles<1>>(head_dim) : DecodeStepOf<DecodeTiles<2>>(head_dim);
+}
 
 // The backward pass: a work item is kTileN keys of one kv head, which meet kTileM rows of q a step. Half of the warps hold dv,
 // half dk, each kAtoms blocks of 16 keys.

@@ -48,22 +48,34 @@ __device__ __forceinline__ void MultiplyTransposed(float (&acc)[kAtoms][kRowAtom
   }
 }
 
-// acc += A B with 16 kSteps rows of B; address_b is AddressA of B's first row, at the first column that is wanted.
-template <typename T, int kHeadDim, int kSteps, int kAtoms, int kColumnAtoms, typename LoadA>
+// acc += A B with 16 kSteps rows of B; address_b is AddressA of B's first row, at the first column that is wanted. With
+// kPrefetch a fragment of B is on its way while the one before it is multiplied.
+template <typename T, int kHeadDim, int kSteps, bool kPrefetch = false, int kAtoms, int kColumnAtoms, typename LoadA>
 __device__ __forceinline__ void Accumulate(float (&acc)[kAtoms][kColumnAtoms][4], LoadA load_a, uint32_t address_b) {
+  constexpr int kPairs = kColumnAtoms / 2, kBuffers = kPrefetch ? 2 : 1;
+  uint32_t fragment_b[kBuffers][4];
+  auto load_b = [&](int i) {
+    ptx::LoadMatrix4Transposed(fragment_b[i % kBuffers], At(address_b, i % kPairs) + i / kPairs * (32 * kHeadDim));
+  };
+  if constexpr (kPrefetch) load_b(0);
 #pragma unroll
   for (int kk = 0; kk < kSteps; ++kk) {
     uint32_t fragment_a[kAtoms][4];
 #pragma unroll
     for (int a = 0; a < kAtoms; ++a) load_a(fragment_a[a], a, kk);
 #pragma unroll
-    for (int d = 0; d < kColumnAtoms / 2; ++d) {
-      uint32_t fragment_b[4];
-      ptx::LoadMatrix4Transposed(fragment_b, At(address_b, d) + kk * (32 * kHeadDim));
+    for (int d = 0; d < kPairs; ++d) {
+      const int i = kk * kPairs + d;
+      if constexpr (!kPrefetch) {
+        load_b(i);
+      } else if (i + 1 < kSteps * kPairs) {
+        load_b(i + 1);
+      }
+      const uint32_t (&fb)[4] = fragment_b[i % kBuffers];
 #pragma unroll
       for (int a = 0; a < kAtoms; ++a) {
-        ptx::Mma16x8x16<T>(acc[a][2 * d], fragment_a[a], fragment_b[0], fragment_b[1]);
-        ptx::Mma16x8x16<T>(acc[a][2 * d + 1], fragment_a[a], fragment_b[2], fragment_b[3]);
+        ptx::Mma16x8x16<T>(acc[a][2 * d], fragment_a[a], fb[0], fb[1]);
+        ptx::Mma16x8x16<T>(acc[a][2 * d + 1], fragment_a[a], fb[2], fb[3]);
       }
     }
   }

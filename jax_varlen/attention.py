@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -70,7 +69,9 @@ def varlen_attention(
     - `sinks`: `(num_heads,)`, one extra logit per query head that takes part in the denominator only.
     - `k_scale`, `v_scale`: numbers or float32 `(num_kv_heads,)`, what the elements of float8_e4m3fn pools are multiplied by; by
         default 1.
-    - `deterministic`: bitwise repeatable gradients. The forward pass always is.
+    - `deterministic`: bitwise repeatable gradients. The forward pass always is; with `block_table` and on a GPU the bits of a
+        sequence may depend on the lengths of the others, and this flag makes them depend on its own inputs alone: then its
+        keys are not divided among multiprocessors, which is slow for few long sequences.
     - `return_lse`: whether to return `lse` too.
 
     **Returns:** `out (total_q, num_heads, head_dim_v)` in the dtype of `q`; with `return_lse`, `(out, lse)` with
@@ -79,7 +80,11 @@ def varlen_attention(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
     build or platform cannot do. Wrong values in offsets and block tables are errors on CPU, and at trace time for NumPy
-    arrays; on a GPU they are clamped and never read or write outside the arrays.
+    arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
+    arrays.
+
+    Under `jax.vmap` the examples become one packed batch and one call; where `softmax_scale`, `sinks`, `k_scale` or `v_scale`
+    differ between them, a loop.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
@@ -111,7 +116,7 @@ def varlen_attention(
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
-    ops = {"q": _array("q", q), "k": _array("k", k), "v": _array("v", v)}
+    ops = {name: shapes.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ops |= {name: shapes.as_int32(name, x) for name, x in offsets.items() if x is not None}
     if block_table is not None:
         ops["block_table"] = shapes.as_block_table(block_table)
@@ -130,12 +135,6 @@ def varlen_attention(
     return results if shapes.flag("return_lse", return_lse) else results[0]
 
 
-def _array(name: str, x) -> jax.Array:
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
-    return jnp.asarray(x)
-
-
 class Options(NamedTuple):
     """What is fixed when a call is traced."""
 
@@ -144,13 +143,10 @@ class Options(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def of_fwd(self) -> dict[str, Any]:
-        return {name: x for name, x in self._asdict().items() if name != "deterministic"}
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, ops: dict[str, jax.Array]):
-    return primitives.fwd(ops, **options.of_fwd())
+    return primitives.fwd(ops, **options._asdict())
 
 
 def _attention_fwd(options: Options, ops):
@@ -163,7 +159,7 @@ def _attention_fwd(options: Options, ops):
             "and v, or stop the gradient: jax.lax.stop_gradient(q), and so on."
         )
     ops = {name: x.value for name, x in ops.items()}
-    out, lse = primitives.fwd(ops, **options.of_fwd())
+    out, lse = primitives.fwd(ops, **options._asdict())
     out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
     return (out, lse), (ops, out, lse)
 
@@ -178,13 +174,10 @@ def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
     dout, dlse = cotangents
     dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
-    sees_nothing = lse == -jnp.inf  # such a row gives no gradient, whatever its cotangents are
-    if not _every_row_sees_a_key(ops):
-        dout = jnp.where(sees_nothing.T[..., None], 0, dout)
-    delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
+    # A row that sees no key has out 0 and gives nothing, whatever its cotangent is: kernels leave such rows out by their place.
+    delta = jnp.where(out == 0, 0, dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
     if not isinstance(dlse, SymbolicZero):
         delta = delta - dlse
-    delta = jnp.where(sees_nothing, 0, delta)
     grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
     cotangents = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
     if "sinks" in ops:
@@ -192,15 +185,9 @@ def _attention_bwd(options: Options, residuals, cotangents):
     return (cotangents,)
 
 
-def _every_row_sees_a_key(ops) -> bool:
-    """Windows hold the query's own position, so only lengths of the keys that are given apart can leave a row with nothing."""
-    return not {"cu_seqlens_k", "seqused_k"} & ops.keys()
-
-
 def _sinks_gradient(sinks, lse, delta):
     """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    probability = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))
-    return -(probability * delta).sum(1)
+    return -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

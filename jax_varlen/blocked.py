@@ -131,7 +131,6 @@ def _differentiate(tile: TileQ, rows, k, v, dk, dv, softcap: float):
     `rows` are q, scaled, and dout, lse and delta, all (m, k, g, ...).
     """
     q, dout, lse, delta = rows
-    dout = jnp.where(lse[..., None] > -jnp.inf, dout, 0)  # a row that sees no key may have any cotangent
     lse, delta = (jnp.moveaxis(x, 0, 2)[..., None] for x in (lse, delta))  # (k, g, m, 1)
     live = lse > -jnp.inf
 

@@ -18,6 +18,9 @@ MIN_JAXLIB = (0, 10, 0)
 CUDA_MAX_HEAD_DIM = 256
 _CUDA_MIN_TILE = 32
 _CUDA_WORDS_PER_TILE = 8
+_CUDA_WORDS_PER_DECODE_TILE = 12
+_CUDA_DECODE_ROWS = 64
+_CUDA_MAX_SHARES = 384
 
 
 def _load(name: str) -> ModuleType | None:
@@ -71,6 +74,11 @@ def check_cuda(dtype) -> None:
             "The CUDA kernels take bfloat16 and float16, got float32. Cast q, k and v: q.astype(jnp.bfloat16). "
             "jax_varlen.reference.varlen_attention computes float32 on a GPU, for small inputs."
         )
+    check_cuda_is_built()
+
+
+def check_cuda_is_built() -> None:
+    """Raises NotImplementedError where there is a GPU and no kernel for it."""
     if _cuda is None and _has_gpu():
         raise NotImplementedError(
             "This build of jax_varlen has no CUDA kernels. Install it again with nvcc on the PATH and JAX_VARLEN_CUDA=ON."
@@ -92,6 +100,20 @@ def cuda_workspace(total: int, batch_and_1: int) -> jax.ShapeDtypeStruct:
     """
     tiles = total // _CUDA_MIN_TILE + batch_and_1 + 1
     return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
+
+
+def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], batch_and_1: int) -> jax.ShapeDtypeStruct:
+    """The same for a forward call with a block table: the work list of the decode kernel and its partial results come behind.
+
+    `v_shape` is that of the pool, `(num_blocks, block_size, num_kv_heads, head_dim_v)`.
+    """
+    (total_q, num_heads, _), (*_, num_kv_heads, head_dim_v) = q_shape, v_shape
+    group_size = num_heads // num_kv_heads
+    tiles = total_q * group_size // _CUDA_DECODE_ROWS + 2 * batch_and_1
+    rows = min(_CUDA_DECODE_ROWS, total_q * group_size)
+    words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + 2 * _CUDA_MAX_SHARES * rows * (head_dim_v + 1)
+    (list_words,) = cuda_workspace(total_q, batch_and_1).shape
+    return jax.ShapeDtypeStruct((list_words + words,), np.int32)
 
 
 def cuda_turns(q_shape: tuple[int, ...], batch_and_1: int) -> tuple[int, int, int]:

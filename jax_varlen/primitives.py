@@ -13,9 +13,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from . import blocked, kernels, shapes
+from . import batching, blocked, kernels, shapes
 
 OPERANDS = (
     "q",
@@ -77,7 +77,7 @@ def _cast_varying(x, axes: frozenset):
 
 
 @fwd_p.def_abstract_eval
-def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap):
+def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
     q, v = ops["q"], ops["v"]
@@ -101,8 +101,9 @@ def _like(aval, shape, dtype):
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
 
 
-fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap")))
-bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=("names", "window_left", "window_right", "softcap", "deterministic")))
+_OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
+fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=_OPTIONS))
+bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=_OPTIONS))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,8 @@ def _lower(path: Callable) -> Callable:
     return mlir.lower_fun(lower, multiple_results=True)
 
 
-def _blocked_fwd(ops, **options):
+def _blocked_fwd(ops, *, deterministic, **options):
+    del deterministic  # It always is.
     return blocked.fwd(**ops, **options)
 
 
@@ -139,7 +141,7 @@ def _without(ops, *names):
 def _cpu_fwd(ops, **options):
     q, v = ops["q"], ops["v"]
     out, lse = _out_and_lse(q, v)
-    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options)
+    return _ffi_call(FWD_TARGET, [out, lse], _fwd_operands(ops), options, **_batch_invariant(options))
 
 
 def _cpu_bwd(ops, *, deterministic, **options):
@@ -151,16 +153,16 @@ def _cuda_fwd(ops, **options):
     kernels.check_cuda(ops["q"].dtype)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_fwd(ops, **options)
-    if ops["block_table"] is not None:
-        raise NotImplementedError(
-            "block_table (a paged KV cache) has no CUDA kernel in this version. jax_varlen.reference.varlen_attention computes "
-            "it, or gather the blocks of each sequence into packed k and v."
-        )
     head_dim_v = ops["v"].shape[-1]
     ops = _pad_head_dims(ops, "q", "k", "v")
     q, v = ops["q"], ops["v"]
-    results = [*_out_and_lse(q, v), kernels.cuda_workspace(q.shape[0], ops["cu_seqlens_q"].shape[0])]
-    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options)
+    batch_and_1 = ops["cu_seqlens_q"].shape[0]
+    if ops["block_table"] is None:
+        workspace = kernels.cuda_workspace(q.shape[0], batch_and_1)
+    else:
+        workspace = kernels.cuda_paged_workspace(q.shape, v.shape, batch_and_1)
+    results = [*_out_and_lse(q, v), workspace]
+    out, lse, _ = _ffi_call(FWD_TARGET, results, _fwd_operands(ops), options, **_batch_invariant(options))
     return out[..., :head_dim_v], lse
 
 
@@ -188,8 +190,13 @@ def _head_dim(ops) -> int:
 
 
 def _pad_head_dims(ops, *names):
-    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of 8. Zeros change no logit and no other column."""
-    return ops | {name: jnp.pad(ops[name], ((0, 0), (0, 0), (0, -ops[name].shape[-1] % 8))) for name in names}
+    """CUDA kernels move 16 bytes at once: head_dim becomes a multiple of that. Zeros change no logit and no other column."""
+    multiple = 16 // ops["k"].dtype.itemsize
+    return ops | {name: _pad_last(ops[name], -ops[name].shape[-1] % multiple) for name in names}
+
+
+def _pad_last(x, columns: int):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
 
 
 def _out_and_lse(q, v):
@@ -215,10 +222,15 @@ def _present(name: str, x):
     return jnp.zeros((0,), np.int32 if name in _INTEGERS else np.float32)
 
 
-def _ffi_call(target: str, results, operands, options, **kwargs):
-    call = jax.ffi.ffi_call(target, results, **kwargs)
+def _batch_invariant(options) -> dict[str, Any]:
+    return {"batch_invariant": np.int64(options["deterministic"])}
+
+
+def _ffi_call(target: str, results, operands, options, input_output_aliases=None, **attributes):
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=input_output_aliases)
     return call(
         *operands,
+        **attributes,
         window_left=np.int64(options["window_left"]),
         window_right=np.int64(options["window_right"]),
         softcap=np.float32(options["softcap"]),
@@ -233,13 +245,6 @@ mlir.register_lowering(bwd_p, _lower(_cpu_bwd), platform="cpu")
 mlir.register_lowering(bwd_p, _lower(_cuda_bwd), platform="cuda")
 
 
-def _no_vmap(*_, **__):
-    raise NotImplementedError(
-        "varlen_attention has no vmap in this version, and needs none: a batch of packed arrays is one packed array. Reshape "
-        "(B, total, heads, head_dim) to (B * total, heads, head_dim) and add b * total to the offsets of each."
-    )
-
-
 def _no_jvp(*_, **__):
     raise NotImplementedError(
         "varlen_attention can be differentiated once, in reverse mode (jax.grad, jax.vjp). "
@@ -249,5 +254,5 @@ def _no_jvp(*_, **__):
 
 ad.primitive_jvps[fwd_p] = _no_jvp
 ad.primitive_jvps[bwd_p] = _no_jvp
-batching.primitive_batchers[fwd_p] = _no_vmap
-batching.primitive_batchers[bwd_p] = _no_vmap
+batching.register(fwd_p, fwd, (0, 1))
+batching.register(bwd_p, bwd, (0, 0, 0))

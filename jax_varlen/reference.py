@@ -3,10 +3,12 @@
 Nothing here is shared with the rest of the package, and nothing is fast: each row of q looks at all keys of the batch.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -52,9 +54,9 @@ def varlen_attention(
 
     Arguments, shapes and results are those of `jax_varlen.varlen_attention`. It computes in float32, or in float64 for
     float64 inputs, and lse has that dtype. Everything of floating point is differentiable, paged keys and values too.
-    `deterministic` changes nothing: the result always is.
+    `deterministic` changes nothing: the result always is. A call that is wrong there is a ValueError or TypeError here too.
     """
-    del deterministic
+    _check_options(softmax_scale, softcap, causal=causal, deterministic=deterministic, return_lse=return_lse)
     left, right = _window(window_size, causal)
     if k_scale is not None:
         k = _scaled(k, k_scale)
@@ -65,15 +67,44 @@ def varlen_attention(
     return (out, lse) if return_lse else out
 
 
+def _check_options(softmax_scale, softcap, **flags) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a Python bool, got {flag!r}.")
+    if not isinstance(softmax_scale, Array | None) and not np.isfinite(softmax_scale).all():
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}.")
+    if softcap is None:
+        return
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float, np.integer, np.floating)):
+        raise TypeError(f"softcap must be a Python number or None, got {softcap!r}.")
+    if not 2.0**-126 <= softcap < 2.0**128:
+        raise ValueError(f"softcap must be greater than 0 and finite in float32, or None for no cap, got {softcap}.")
+
+
+def _check_arrays(q, k, v, alibi_slopes, sinks) -> None:
+    """Whatever would be computed, though it means nothing; what cannot be computed fails anyway."""
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"q, k and v must have one dtype of floating point, got {q.dtype}, {k.dtype} and {v.dtype}.")
+    if q.ndim != 3 or 0 in q.shape[1:]:
+        raise ValueError(f"q must have shape (total_q, num_heads, head_dim), with heads and columns, got {q.shape}.")
+    if alibi_slopes is not None and alibi_slopes.dtype not in (jnp.float32, jnp.float64):
+        raise TypeError(f"alibi_slopes must be float32, got {alibi_slopes.dtype}.")
+    if sinks is not None and sinks.dtype == bool:
+        raise TypeError(f"sinks must hold real numbers, got {sinks.dtype}.")
+
+
 @jax.jit
 def _attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table, softmax_scale, alibi_slopes, sinks,
     left, right, softcap,
 ):  # fmt: skip
+    _check_arrays(q, k, v, alibi_slopes, sinks)
     if block_table is not None:
         k, v, cu_seqlens_k, seqused_k = _contiguous(k, v, block_table, cu_seqlens_k, seqused_k)
     elif cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+        if len(q) != len(k):
+            raise ValueError(f"cu_seqlens_k may be left out only when total_k == total_q, got {len(q)} and {len(k)} tokens.")
     queries = _rows(cu_seqlens_q, seqused_q, q.shape[0])
     keys = _rows(cu_seqlens_k, seqused_k, k.shape[0])
     diagonal = queries.place + (keys.length - queries.length)[queries.owner]
@@ -131,6 +162,8 @@ def _rows(cu_seqlens, seqused, total: int) -> _Rows:
     for name, x in (("cu_seqlens", cu_seqlens), ("seqused", seqused)):
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name} must hold integers, got {x.dtype}.")
+    if cu_seqlens.ndim != 1 or not cu_seqlens.size:
+        raise ValueError(f"cu_seqlens must have shape (batch + 1,), got {cu_seqlens.shape}.")
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = jnp.clip(cu_seqlens.astype(jnp.int32), 0, total)
     length = jnp.maximum(jnp.diff(cu_seqlens), 0)
@@ -177,7 +210,9 @@ def _slopes_of_rows(alibi_slopes, owner, num_heads: int, dtype) -> Array:
 
 
 def _window(window_size: tuple[int | None, int | None], causal: bool) -> tuple[int, int]:
-    left, right = (-1 if bound is None else int(bound) for bound in window_size)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}.")
+    left, right = (-1 if bound is None else operator.index(bound) for bound in window_size)
     if left < -1 or right < -1:
         raise ValueError(f"window_size bounds must be None, -1 or at least 0, got {window_size}.")
     left, right = (INT32_MAX if bound == -1 else min(bound, INT32_MAX) for bound in (left, right))

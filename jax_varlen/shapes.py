@@ -1,8 +1,9 @@
-"""Every rule that a call of `varlen_attention` must keep, and the sentence that says how to mend a call that does not.
+"""Every rule that a call must keep, and the sentence that says how to mend a call that does not.
 
 `check_operands` holds the rules of shapes and dtypes; the primitive's abstract evaluation runs it, so the same error is
 raised in eager code, under `jit`, `grad` and `eval_shape`. The other functions turn one static option each into its
-normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time.
+normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time. All of this is for
+`varlen_attention`; `check_append_operands` and `check_append_values` do the same for `append_kv`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 MAX_HEAD_DIM = 512
 DTYPES = ("float32", "bfloat16", "float16")
-POOL_DTYPE = "float8_e4m3fn"  # of k and v, beside that of q
+E4M3 = "float8_e4m3fn"  # of pools, beside the dtype of q
 UNBOUNDED = -1
 _INT32_MAX = 2**31 - 1
 
@@ -120,14 +121,14 @@ def _check_heads(q, k) -> None:
 
 
 def _check_dtypes(q, k, v, *, paged: bool) -> None:
-    if k.dtype == v.dtype == POOL_DTYPE:
+    if k.dtype == v.dtype == E4M3:
         if not paged:
             raise TypeError(
-                f"k and v may be {POOL_DTYPE} only as pools of blocks, with block_table, got k {k.shape} without one. Cast "
+                f"k and v may be {E4M3} only as pools of blocks, with block_table, got k {k.shape} without one. Cast "
                 "them to the dtype of q and multiply them by their scales."
             )
     elif not q.dtype == k.dtype == v.dtype:
-        pools = f" Pools of blocks may both be {POOL_DTYPE}." if paged else ""
+        pools = f" Pools of blocks may both be {E4M3}." if paged else ""
         raise TypeError(
             f"q, k and v must have one dtype, got q {q.dtype}, k {k.dtype} and v {v.dtype}. Cast them to the same, for example "
             f"with .astype(q.dtype).{pools}"
@@ -139,12 +140,7 @@ def _check_dtypes(q, k, v, *, paged: bool) -> None:
 def _check_offsets(ops) -> int:
     """Returns the batch size."""
     cu_seqlens_q = ops["cu_seqlens_q"]
-    _check_int32("cu_seqlens_q", cu_seqlens_q)
-    if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
-        raise ValueError(
-            f"cu_seqlens_q must have shape (batch + 1,) and at least one entry, got {cu_seqlens_q.shape}. From lengths: "
-            "jax_varlen.cu_seqlens_from_lengths(lengths)."
-        )
+    batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
     if "cu_seqlens_k" in ops:
         cu_seqlens_k = ops["cu_seqlens_k"]
         _check_int32("cu_seqlens_k", cu_seqlens_k)
@@ -158,7 +154,18 @@ def _check_offsets(ops) -> int:
             "cu_seqlens_k may be left out only when q and k hold the same tokens (total_k == total_q), got q "
             f"{ops['q'].shape} and k {ops['k'].shape}. Give cu_seqlens_k with the offsets of k and v."
         )
-    return cu_seqlens_q.shape[0] - 1
+    return batch
+
+
+def _check_cu_seqlens(name: str, cu_seqlens) -> int:
+    """Returns the batch size."""
+    _check_int32(name, cu_seqlens)
+    if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"{name} must have shape (batch + 1,) and at least one entry, got {cu_seqlens.shape}. From lengths: "
+            "jax_varlen.cu_seqlens_from_lengths(lengths)."
+        )
+    return cu_seqlens.shape[0] - 1
 
 
 def _check_int32(name: str, x) -> None:
@@ -173,13 +180,7 @@ def _check_seqused(name: str, x, batch: int) -> None:
 
 
 def _check_paged(ops, batch: int) -> None:
-    block_table = ops["block_table"]
-    _check_int32("block_table", block_table)
-    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
-        raise ValueError(
-            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as cu_seqlens_q has batch + 1 "
-            f"entries, got {block_table.shape}."
-        )
+    _check_block_table(ops["block_table"], batch, "cu_seqlens_q")
     if ops["k"].shape[1] == 0:
         raise ValueError(f"block_size must be at least 1, got 0 in k {ops['k'].shape} (num_blocks, block_size, ...).")
     if "seqused_k" not in ops and "cu_seqlens_k" not in ops:
@@ -190,9 +191,9 @@ def _check_paged(ops, batch: int) -> None:
 
 
 def _check_kv_scale(name: str, scale, k, *, paged: bool) -> None:
-    if not paged or k.dtype != POOL_DTYPE:
+    if not paged or k.dtype != E4M3:
         raise ValueError(
-            f"{name} may be given only with block_table and pools of {POOL_DTYPE}, got k {k.dtype} {k.shape}"
+            f"{name} may be given only with block_table and pools of {E4M3}, got k {k.dtype} {k.shape}"
             f"{'' if paged else ' without block_table'}. Leave it out: "
             + ("put it into softmax_scale." if name == "k_scale" else "multiply out by it.")
         )
@@ -201,6 +202,15 @@ def _check_kv_scale(name: str, scale, k, *, paged: bool) -> None:
         raise ValueError(
             f"{name} must be a scalar or have shape (num_kv_heads,) = ({num_kv_heads},), one scale per kv head, got "
             f"{scale.shape}."
+        )
+
+
+def _check_block_table(block_table, batch: int, cu_seqlens_name: str) -> None:
+    _check_int32("block_table", block_table)
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must have shape (batch, max_blocks) with batch = {batch} rows, as {cu_seqlens_name} has batch + 1 "
+            f"entries, got {block_table.shape}."
         )
 
 
@@ -219,6 +229,105 @@ def check_bwd_operands(ops: Mapping[str, Any]) -> None:
     for name, shape in (("dout", (*q.shape[:2], v.shape[-1])), ("lse", rows), ("delta", rows)):
         if ops[name].shape != shape:
             raise ValueError(f"{name} must have shape {shape}, got {ops[name].shape}.")
+
+
+def check_folded(examples: Mapping[str, Any], size: int) -> None:
+    """Raises ValueError where `jax.vmap` over `size` examples of the arrays needs an offset, or an id, beyond int32."""
+    for name, x in examples.items():
+        total = size * x.shape[0]
+        if total > _INT32_MAX:
+            what = "blocks" if len(x.shape) == 4 else "rows"
+            raise ValueError(
+                f"jax.vmap over {size} examples of {name} {x.shape} makes one array of {total} {what}, more than the "
+                f"{_INT32_MAX} that int32 can count. Map over fewer at once: jax.lax.map(..., batch_size=...)."
+            )
+
+
+def check_append_operands(ops: Mapping[str, Any]) -> None:
+    """Raises ValueError or TypeError unless the operands, by name, are those of one call of `append_kv`."""
+    _check_pools(ops["k_cache"], ops["v_cache"])
+    for name, dim in (("k", "head_dim"), ("v", "head_dim_v")):
+        _check_new_tokens(name, ops[name], f"{name}_cache", ops[f"{name}_cache"], dim)
+    if ops["k"].shape[0] != ops["v"].shape[0]:
+        raise ValueError(f"k and v must hold the same tokens, got k {ops['k'].shape} and v {ops['v'].shape}.")
+    _check_append_dtypes(ops)
+    batch = _check_cu_seqlens("cu_seqlens", ops["cu_seqlens"])
+    _check_seqused("seqused_k", ops["seqused_k"], batch)
+    _check_block_table(ops["block_table"], batch, "cu_seqlens")
+
+
+def _check_pools(k_cache, v_cache) -> None:
+    for name, pool, dim in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
+        if len(pool.shape) != 4 or 0 in pool.shape[1:]:
+            raise ValueError(
+                f"{name} must be a pool (num_blocks, block_size, num_kv_heads, {dim}) with all but num_blocks at least 1, got "
+                f"{pool.shape}."
+            )
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must agree in all but the last dimension (head_dim_v may differ), got k_cache "
+            f"{k_cache.shape} and v_cache {v_cache.shape}."
+        )
+
+
+def _check_new_tokens(name: str, x, pool_name: str, pool, dim: str) -> None:
+    num_kv_heads, width = pool.shape[2:]
+    if len(x.shape) != 3 or x.shape[1:] != pool.shape[2:]:
+        raise ValueError(
+            f"{name} must have shape (total, num_kv_heads, {dim}) = (total, {num_kv_heads}, {width}) as {pool_name} is "
+            f"{pool.shape}, got {x.shape}. Tokens of all sequences stand behind each other in one axis, with no batch axis."
+        )
+
+
+def _check_append_dtypes(ops) -> None:
+    k_cache, v_cache, k, v = (ops[name] for name in ("k_cache", "v_cache", "k", "v"))
+    if k.dtype != v.dtype or k.dtype not in DTYPES:
+        raise TypeError(f"k and v must both be one of {', '.join(DTYPES)}, got k {k.dtype} and v {v.dtype}. Cast them.")
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"k_cache and v_cache must have one dtype, got k_cache {k_cache.dtype} and v_cache {v_cache.dtype}.")
+    quantized = k_cache.dtype == E4M3
+    if not quantized and k_cache.dtype != k.dtype:
+        raise TypeError(
+            f"k_cache and v_cache must have the dtype of k and v, or {E4M3}, got pools of {k_cache.dtype} and k of {k.dtype}. "
+            "Cast the tokens: k.astype(k_cache.dtype), v.astype(v_cache.dtype)."
+        )
+    for name in ("k_scale", "v_scale"):
+        if name not in ops:
+            continue
+        if not quantized:
+            raise TypeError(f"{name} is for pools of {E4M3}, got pools of {k_cache.dtype}, which hold k and v as they are.")
+        if ops[name].shape not in ((), (k.shape[1],)):
+            raise ValueError(
+                f"{name} must be a scalar or have shape (num_kv_heads,) = ({k.shape[1]},), got shape {ops[name].shape}."
+            )
+
+
+def check_states(out_a, lse_a, out_b, lse_b) -> None:
+    """Raises ValueError or TypeError unless `merge_attention` is given two results of the same queries."""
+    for name, x in (("out_a", out_a), ("out_b", out_b)):
+        if len(x.shape) != 3:
+            raise ValueError(f"{name} must have rank 3 (total_q, num_heads, head_dim_v), got rank {len(x.shape)} {x.shape}.")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be {', '.join(DTYPES)}, got {x.dtype}. Cast it.")
+    if out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_a and out_b must have one shape, as they are of the same queries, got {out_a.shape} and {out_b.shape}."
+        )
+    for name, x in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if x.shape != out_a.shape[1::-1]:
+            raise ValueError(
+                f"{name} must have shape (num_heads, total_q) = {out_a.shape[1::-1]} as out_a is {out_a.shape}, got {x.shape}. "
+                "It comes from the same call as out, with return_lse=True."
+            )
+        if x.dtype != np.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}: a lower precision would shift the weights of the two.")
+
+
+def as_array(name: str, x) -> jax.Array:
+    """`x` as an array of JAX; a TypeError for what is no array at all."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}.")
+    return jax.numpy.asarray(x)
 
 
 def as_int32(name: str, x) -> jax.Array | np.ndarray:
@@ -417,4 +526,45 @@ def _check_block_ids(table: np.ndarray, lengths: np.ndarray, num_blocks: int, bl
         raise ValueError(
             f"block_table must hold ids of the {num_blocks} blocks of k and v: block_table[{b}, {i}] is {table[b, i]}, and "
             f"sequence {b} has {lengths[b]} keys in {blocks[b]} blocks of {block_size}. Entries behind those may be anything."
+        )
+
+
+def check_append_values(ops: Mapping[str, Any]) -> None:
+    """The same for `append_kv`: raises ValueError where NumPy arrays show that a token has no place in the pools."""
+    check_append_operands(ops)
+    cu_seqlens, seqused_k, block_table = (ops[name] for name in ("cu_seqlens", "seqused_k", "block_table"))
+    num_blocks, block_size = ops["k_cache"].shape[:2]
+    if not isinstance(cu_seqlens, np.ndarray):
+        return
+    _check_offset_values("cu_seqlens", cu_seqlens, ops["k"])
+    if not isinstance(seqused_k, np.ndarray):
+        return
+    tokens = np.diff(cu_seqlens)
+    first = seqused_k.astype(np.int64)
+    _check_room(first, tokens, block_table.shape[1], block_size)
+    if isinstance(block_table, np.ndarray):
+        _check_blocks(block_table, first, tokens, num_blocks, block_size)
+
+
+def _check_room(first: np.ndarray, tokens: np.ndarray, max_blocks: int, block_size: int) -> None:
+    wrong = np.flatnonzero((tokens > 0) & ((first < 0) | (first + tokens > max_blocks * block_size)))
+    if wrong.size and first[wrong[0]] < 0:
+        raise ValueError(f"seqused_k must not be negative: seqused_k[{wrong[0]}] is {first[wrong[0]]}.")
+    if wrong.size:
+        b = wrong[0]
+        raise ValueError(
+            f"The tokens must fit in the block table, whose {max_blocks} blocks of {block_size} hold {max_blocks * block_size} "
+            f"of a sequence: seqused_k[{b}] is {first[b]}, and cu_seqlens gives the sequence {tokens[b]} more."
+        )
+
+
+def _check_blocks(block_table: np.ndarray, first: np.ndarray, tokens: np.ndarray, num_blocks: int, block_size: int) -> None:
+    begin = np.arange(block_table.shape[1])[None, :] * block_size
+    needed = (first[:, None] < begin + block_size) & (begin < (first + tokens)[:, None]) & (tokens > 0)[:, None]
+    wrong = np.argwhere(needed & ((block_table < 0) | (block_table >= num_blocks)))
+    if wrong.size:
+        b, column = wrong[0]
+        raise ValueError(
+            f"block_table must name blocks of the pool, which has {num_blocks}: block_table[{b}, {column}] is "
+            f"{block_table[b, column]}, where sequence {b} appends the positions {first[b]} to {first[b] + tokens[b] - 1}."
         )

@@ -104,8 +104,11 @@ class TileQ(NamedTuple):
     table: Array | None  # (max_blocks,)
 
     def read(self, x, num_kv_heads: int):
-        """The tile's rows (tile_q, num_kv_heads, group_size, ...) of x (total_q, num_heads, ...) in float32."""
-        x = self.rows.read(x, self.inside).astype(jnp.float32)
+        """The tile's rows (tile_q, num_kv_heads, group_size, ...) of x (total_q, num_heads, ...) in float32.
+
+        Rows that see no key are zero: nothing of theirs, NaN included, reaches a product.
+        """
+        x = self.rows.read(x, self.lo < self.hi).astype(jnp.float32)
         return x.reshape(x.shape[0], num_kv_heads, -1, *x.shape[2:])
 
     def write(self, x, rows):

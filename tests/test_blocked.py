@@ -108,6 +108,19 @@ def test_gradients(case):
     check_gradients(*case.inputs(jnp.float32))
 
 
+@pytest.mark.parametrize("sinks", [None, "random"])
+def test_rows_that_see_no_key_give_nothing(sinks):
+    case = Case("", "", (9, 130, 40), (4, 70, 41), head_dim=16, sinks=sinks, options={"causal": True})
+    args, options = case.inputs(np.float32)
+    dout, dlse = cotangents(args, options)
+    expected = gradients(*args, **options, dout=dout, dlse=dlse)
+    for x in (args[0], dout, dlse.T):
+        x[:5], x[9:69] = np.nan, np.nan
+    actual = gradients(*args, **options, dout=dout, dlse=dlse)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name], x)
+
+
 @pytest.mark.parametrize("head_dim", [37, 512])
 def test_gradients_in_bfloat16(head_dim):
     case = Case("", "", (70, 3), (150, 9), 4, 2, head_dim, head_dim // 2, sinks="random", options={"causal": True})

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -181,15 +182,31 @@ def test_keys_behind_the_last_reach_nothing(huge, dtype):
     check((q, k, v, cu_q, cu_k), options)
 
 
-def test_rows_that_see_no_key_get_and_give_nothing(dtype):
-    args, options = Case("", "", (9, 130), (4, 70), sinks="random", options={"causal": True}).inputs(dtype)
-    actual = check(args, options)
-    assert not actual["q"][:5].any() and not actual["q"][9 : 9 + 60].any()
-    del options["sinks"]
+SEE_NOTHING = {
+    "causal": Case("", "", (9, 130, 40), (4, 70, 41), options={"causal": True}),
+    "window": Case("", "", (8, 200), (2, 40), 6, 2, options={"window_size": (None, 2)}),
+    "window_both_sides": Case("", "", (70, 300), (9, 100), options={"window_size": (30, 5), "softcap": 3.0}),
+    "no_keys": Case("", "", (3, 20, 64), (0, 4, 64), options={"seqused_k": (0, 4, 0)}, alibi="heads"),
+}
+
+
+@pytest.mark.parametrize("sinks", [None, "random"])
+@pytest.mark.parametrize("case", SEE_NOTHING.values(), ids=SEE_NOTHING)
+def test_rows_that_see_no_key_get_and_give_nothing(case, sinks, dtype):
+    """Whatever their q and their cotangents are. With a sink their lse is the sink, whose gradient is dlse."""
+    args, options = dataclasses.replace(case, sinks=sinks).inputs(dtype)
+    q, _, _, cu_q, cu_k = args
     dout, dlse = cotangents(args, options)
-    dout[:5], dlse[:, :5] = np.nan, np.nan
-    others = gradients(args, options, dout, dlse)
-    assert not others["q"][:5].any() and all(np.isfinite(x.astype(np.float32)).all() for x in others.values())
+    lens_k = options.get("seqused_k", np.diff(cu_k))
+    masks = options.get("causal", False), options.get("window_size", (None, None))
+    seen = [oracle.visible(n, m, *masks).any(1) for n, m in zip(np.diff(cu_q), lens_k, strict=True)]
+    sees_nothing = ~np.concatenate(seen)
+    q[sees_nothing], dout[sees_nothing] = np.nan, np.nan
+    if sinks is None:
+        dlse[:, sees_nothing] = np.nan
+    actual = gradients(args, options, dout, dlse)
+    oracle_bwd.check(actual, *args, dout=dout, dlse=dlse, **options)
+    assert sees_nothing.any() and not actual["q"][sees_nothing].any()
 
 
 MASKS = {"plain": {}, "causal": {"causal": True}, "window": {"window_size": (33, 5)}, "softcap": {"softcap": 3.0}}

@@ -1,4 +1,4 @@
-"""Every ```python block of docs/training.md runs, and a ```text block behind one is what it prints."""
+"""Every ```python block of these pages runs, and a ```text block behind one is what it prints."""
 
 import contextlib
 import io
@@ -11,14 +11,15 @@ import pytest
 
 import jax_varlen
 
-PAGE = Path(__file__).parents[1] / "docs" / "training.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = ("training.md", "models.md", "serving.md")
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 CU_SEQLENS = jnp.array([0, 5, 12])
 
 
 @pytest.fixture(autouse=True)
 def strict():
-    """In place of the strict rules of the other tests: the page is written as users write."""
+    """In place of the strict rules of the other tests: the pages are written as users write."""
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,9 @@ def qkv():
     return jax.random.normal(jax.random.key(0), (3, 16, 2, 8), jnp.bfloat16)
 
 
-def test_blocks_run():
-    text = PAGE.read_text("utf-8")
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run(page):
+    text = (DOCS / page).read_text("utf-8")
     namespace, printed, languages = {}, "", []
     for block in BLOCK.finditer(text):
         language, code = block.groups()
@@ -38,7 +40,7 @@ def test_blocks_run():
         line = text.count("\n", 0, block.start(2))  # A traceback then tells the line of the page.
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile("\n" * line + code, str(PAGE), "exec"), namespace)
+            exec(compile("\n" * line + code, str(DOCS / page), "exec"), namespace)
         printed = output.getvalue()
     assert set(languages) == {"python", "text"} and text.count("```") == 2 * len(languages)
 

@@ -308,14 +308,25 @@ def test_the_same_call_gives_the_same_bits(dtype):
 
 
 def test_a_sequence_gives_the_same_bits_in_any_batch(dtype):
-    """Also where its keys are divided among workers: how depends on itself alone."""
-    case = Case("", "", (1, 3, 40), (9000, 5000, 100), 8, 2, options={"causal": True})
+    """On a GPU only if it is asked for: there all keys of a batch are shared out evenly."""
+    case = Case("", "", (1, 3, 40), (9000, 5000, 100), 8, 2, options={"causal": True, "deterministic": not ON_CPU})
     (q, k, v, cu), options = paged(*case.inputs(dtype), 16)
     out, lse = attend((q, k, v, cu), options)
     for b in range(3):
         rows = slice(cu[b], cu[b + 1])
         alone = options | {name: options[name][b : b + 1] for name in ("block_table", "seqused_k")}
         same(attend((q[rows], k, v, np.array([0, cu[b + 1] - cu[b]])), alone), (out[rows], lse[:, rows]))
+
+
+def test_a_larger_cache_changes_no_bit(dtype):
+    """How the keys are divided depends on the lengths, not on the room that the table and the pools have."""
+    args, options = paged(*Case("", "", (1, 3), (9000, 5000), 8, 2, options={"causal": True}).inputs(dtype), 16)
+    expected = attend(args, options)
+    q, k, v, cu = args
+    table = options["block_table"]
+    options = options | {"block_table": np.concatenate([table, np.full_like(table, 2**30)], 1)}
+    k, v = (np.concatenate([x, np.full_like(x, np.nan)]) for x in (k, v))
+    same(attend((q, k, v, cu), options), expected)
 
 
 def test_manual_axes(any_dtype):

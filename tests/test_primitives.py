@@ -139,16 +139,6 @@ def test_manual_axes_on_a_platform_without_a_kernel():
     assert "stablehlo.while" in exported.mlir_module()
 
 
-def test_vmap_is_refused_with_what_to_do():
-    arrays, options = inputs()
-    q = arrays.pop("q")
-    attend = lambda q: varlen_attention(q, **arrays, **options)
-    with pytest.raises(
-        NotImplementedError, match=r"no vmap in this version, and needs none: .* Reshape \(B, total, heads, head_dim\)"
-    ):
-        jax.vmap(attend)(jnp.stack([q, q]))
-
-
 def test_runs_in_a_scan_over_layers():
     arrays, options = inputs()
     q = jnp.nan_to_num(arrays.pop("q"))[..., :80]

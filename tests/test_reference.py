@@ -5,6 +5,7 @@ import oracle
 import pytest
 from cases import SELECTED, Case, padded
 from pools import as_float8, paged
+from test_shapes import ERRORS
 
 from jax_varlen import reference
 
@@ -146,6 +147,16 @@ def test_vmap_and_traced_options():
     out = jax.vmap(attend)(*batch, scales)
     for i in range(2):
         np.testing.assert_allclose(out[i], attend(*(x[i] for x in batch), scales[i]), rtol=1e-5, atol=1e-6)
+
+
+KERNELS_ALONE = ("head_dim_513", "head_dim_v_513", "paged")  # what the kernels cannot do, and the definition can
+
+
+@pytest.mark.parametrize("name", [name for name in ERRORS if name not in KERNELS_ALONE])
+def test_what_varlen_attention_refuses_is_refused(name):
+    args, options = ERRORS[name][0]
+    with pytest.raises((TypeError, ValueError)):
+        reference.varlen_attention(*args, **options)
 
 
 def test_errors():
