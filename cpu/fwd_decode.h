@@ -83,7 +83,7 @@ struct DecodeScores {
   int64_t begin, end;
   float* s;
   Fetcher* fetcher;
-  int64_t lines_per_key;
+  int64_t lines_per_key;  // that are asked for
   template <int R>
   void operator()(int64_t row) const {
     constexpr int K = kAccumulators / R < kLanes ? kAccumulators / R : kLanes;  // keys at a time
@@ -114,6 +114,8 @@ struct DecodeColumns {
   const float* alpha;
   float* o;
   int64_t o_stride;
+  Fetcher* fetcher;
+  int64_t lines_per_vector;  // that are asked for
 
   // V vectors of dims; whole, or one of which n dims are there.
   template <int V>
@@ -136,6 +138,7 @@ struct DecodeColumns {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
       for (int i = 0; i < V; ++i) Store(o + r * o_stride + (vector + i) * kLanes, acc[r][i]);
+    fetcher->Some(V * lines_per_vector);
   }
 };
 
@@ -147,10 +150,13 @@ struct DecodeOutput {
   const float* alpha;
   float* o;
   int64_t o_stride;
+  Fetcher* fetcher;
+  int64_t lines_per_vector;
   template <int R>
   void operator()(int64_t row) const {
     constexpr int V = kAccumulators / R < 8 ? kAccumulators / R : 8;
-    const DecodeColumns<Kv, R> columns{v, p + row * kScoreStride, begin, end, alpha + row, o + row * o_stride, o_stride};
+    const DecodeColumns<Kv, R> columns{v,       p + row * kScoreStride, begin, end, alpha + row, o + row * o_stride, o_stride,
+                                       fetcher, lines_per_vector};
     ForRegisterTiles<V>(0, dims / kLanes, columns);
     if (dims % kLanes != 0) columns.template operator()<1>(dims / kLanes, dims % kLanes);
   }
@@ -220,22 +226,38 @@ void InitHead(const FwdParams& p, const FwdItem& item, int64_t kv_head, const De
   memset(head->o, 0, strip->rows * sizes.o_stride * sizeof *head->o);
 }
 
-// A kv head meets keys begin .. end of the tile.
+// A kv head meets keys begin .. end of the tile. Half of what is asked for meanwhile is asked for in each product.
 template <typename Kv>
 void DecodeTile(const FwdParams& p, int64_t tile, int64_t begin, int64_t end, const KeyRows& keys, const DecodeBuffers& buffers,
                 Fetcher* fetcher, DecodeHead* head) {
   typedef typename Kv::T T;
-  Strip* strip = &head->strip;
-  const KeyTile<T> k = TileOf<T>(p.k, p, head->kv_head, p.head_dim, &keys);
-  const KeyTile<T> v = TileOf<T>(p.v, p, head->kv_head, p.head_dim_v, &keys);
-  float* s = buffers.s;
   constexpr int64_t kCacheLine = 64;
-  const int64_t lines_per_key = ((p.head_dim + p.head_dim_v) * sizeof(T) + kCacheLine - 1) / kCacheLine;
-  ForRegisterTiles<kDecodeGroup>(
-      0, strip->rows, DecodeScores<Kv>{k, head->q, p.head_dim, head->rule.scale, begin, end, s, fetcher, lines_per_key});
+  Strip* strip = &head->strip;
+  float* s = buffers.s;
+  const int64_t lines_per_key = (p.head_dim + p.head_dim_v) * sizeof(T) / (2 * kCacheLine) + 1;
+  const int64_t lines_per_vector = lines_per_key * kDecodeKeys * kLanes / p.head_dim_v + 1;
+  const DecodeScores<Kv> scores{TileOf<T>(p.k, p, head->kv_head, p.head_dim, &keys),
+                                head->q,
+                                p.head_dim,
+                                head->rule.scale,
+                                begin,
+                                end,
+                                s,
+                                fetcher,
+                                lines_per_key};
+  const DecodeOutput<Kv> output{TileOf<T>(p.v, p, head->kv_head, p.head_dim_v, &keys),
+                                s,
+                                begin,
+                                end,
+                                p.head_dim_v,
+                                strip->alpha,
+                                head->o,
+                                buffers.o_stride,
+                                fetcher,
+                                lines_per_vector};
+  ForRegisterTiles<kDecodeGroup>(0, strip->rows, scores);
   DecodeSoftmax(head->rule, tile, begin, end, s, strip);
-  ForRegisterTiles<kDecodeGroup>(0, strip->rows,
-                                 DecodeOutput<Kv>{v, s, begin, end, p.head_dim_v, strip->alpha, head->o, buffers.o_stride});
+  ForRegisterTiles<kDecodeGroup>(0, strip->rows, output);
   strip->empty = false;
 }
 
