@@ -10,7 +10,8 @@
 namespace jax_varlen {
 namespace {
 
-constexpr int64_t kKeyStep = 96;  // whole tiles, packed or not
+constexpr int64_t kKeyStep = 96;    // whole tiles, packed or not
+constexpr int64_t kMaxSplits = 64;  // so that states are few beside the keys
 
 int64_t Bytes(DType dtype) {
   return dtype == DType::kF32 ? 4 : dtype == DType::kE4M3 ? 1 : 2;
@@ -61,7 +62,7 @@ void FwdPlan::AddSequence(int64_t sequence, int64_t rows_per_item) {
   chunk.sequence = sequence;
   chunk.heads = s.decode ? kMaxDecodeHeads : 1;
   const int64_t first_key = FirstKey(s, 0) / kKeyStep * kKeyStep, keys = s.len_k - first_key;
-  const int64_t wanted = std::max<int64_t>(1, keys / KeysPerSplit(s));
+  const int64_t wanted = std::clamp<int64_t>(keys / KeysPerSplit(s), 1, kMaxSplits);
   const int64_t keys_per_split = CeilDiv(std::max<int64_t>(1, keys), wanted * kKeyStep) * kKeyStep;
   chunk.num_splits = std::max<int64_t>(1, CeilDiv(keys, keys_per_split));
   for (; chunk.row_begin < s.row_end; chunk.row_begin += rows_per_item) {
