@@ -58,6 +58,7 @@ def varlen_attention(
     """
     _check_options(softmax_scale, softcap, causal=causal, deterministic=deterministic, return_lse=return_lse)
     left, right = _window(window_size, causal)
+    _check_pools(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
     if k_scale is not None:
         k = _scaled(k, k_scale)
     if v_scale is not None:
@@ -79,6 +80,20 @@ def _check_options(softmax_scale, softcap, **flags) -> None:
         raise TypeError(f"softcap must be a Python number or None, got {softcap!r}.")
     if not 2.0**-126 <= softcap < 2.0**128:
         raise ValueError(f"softcap must be greater than 0 and finite in float32, or None for no cap, got {softcap}.")
+
+
+def _check_pools(q, k, cu_seqlens_q, cu_seqlens_k, block_table) -> None:
+    q, k = jnp.asarray(q), jnp.asarray(k)
+    if q.dtype.itemsize == 1:
+        raise TypeError(f"q must be float32, bfloat16, float16 or float64, got {q.dtype}.")
+    if block_table is None:
+        return
+    if k.ndim == 4 and k.shape[1] == 0:
+        raise ValueError(f"block_size must be at least 1, got 0 in k {k.shape}.")
+    if cu_seqlens_k is not None and np.shape(cu_seqlens_k) != np.shape(cu_seqlens_q):
+        raise ValueError(
+            f"cu_seqlens_k must have the shape of cu_seqlens_q, got {np.shape(cu_seqlens_k)} and {np.shape(cu_seqlens_q)}."
+        )
 
 
 def _check_arrays(q, k, v, alibi_slopes, sinks) -> None:
