@@ -31,6 +31,8 @@ for dims in ((64, 64), (72, 40)):
         call = paged(*mixed.inputs(jnp.dtype(dtype)), 7)
         for args, options in (call, as_float8(*call)):
             oracle.check_paged(varlen_attention(*map(jnp.asarray, args), **options, return_lse=True), *args, **options)
+for rows in (1, 20):
+    test_paged.test_the_keys_of_few_rows_are_divided(rows)
 for rows in (1, 40):
     test_paged.test_every_float8_is_exact(rows, jnp.dtype("bfloat16"))
     test_paged.test_every_float8_is_exact(rows, jnp.dtype("float32"))
