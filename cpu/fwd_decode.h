@@ -1,7 +1,8 @@
 // The forward pass of few rows, as in decoding: a token or two of a sequence and the query heads of one kv head.
 //
-// With a row to a lane most lanes would idle, and packing would cost more than the products. So here lanes are dims in both
-// products and keys between them, and k and v are read where they lie, once: time is what the memory takes to deliver them.
+// With a row to a lane half of the lanes or more would idle, and packing would cost more than the products. So here lanes are
+// dims in both products and keys between them, and k and v are read where they lie, once: time is what the memory takes to
+// deliver them.
 //
 //   s[row][key] = scale * sum over dims of k * q        o[row][dim] += sum over keys of v * p
 #pragma once
@@ -15,10 +16,9 @@
 namespace jax_varlen {
 namespace {
 
-constexpr int64_t kMaxDecodeRows = kLanes;
+constexpr int64_t kMaxDecodeRows = kLanes / 2;
 constexpr int64_t kDecodeKeys = 32;                     // of a tile: those of all heads stay in the cache
 constexpr int64_t kScoreStride = kDecodeKeys + kLanes;  // of s: keys are scored kLanes at a time, from any key on
-constexpr int kDecodeGroup = 8;                         // rows that share the loading of k and v, at most
 constexpr int kAccumulators = kMaxVectors == 2 ? 8 : 16;
 
 // One kv head.
@@ -255,9 +255,9 @@ void DecodeTile(const FwdParams& p, int64_t tile, int64_t begin, int64_t end, co
                                 buffers.o_stride,
                                 fetcher,
                                 lines_per_vector};
-  ForRegisterTiles<kDecodeGroup>(0, strip->rows, scores);
+  ForRegisterTiles<kMaxDecodeRows>(0, strip->rows, scores);
   DecodeSoftmax(head->rule, tile, begin, end, s, strip);
-  ForRegisterTiles<kDecodeGroup>(0, strip->rows, output);
+  ForRegisterTiles<kMaxDecodeRows>(0, strip->rows, output);
   strip->empty = false;
 }
 
