@@ -12,7 +12,7 @@ states of the steps merge; each step of the backward pass takes the merged lse.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +73,8 @@ def context_parallel_attention(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced, and for an `axis_name` that `jax.shard_map` has
     not made manual; `NotImplementedError` for a window that ends behind the query, and for ALiBi that is not causal. Wrong
-    values in offsets are errors at trace time for NumPy arrays; others are seen as far as they are wrong for one of the devices,
-    as `varlen_attention` sees them.
+    values in offsets are errors at trace time for NumPy arrays; others are seen where they are wrong for one of the devices, as
+    `varlen_attention` sees them.
 
     States merge in float32, by their lse. Ring: Liu et al., arXiv:2310.01889; stripes: Brandon et al., arXiv:2311.09431.
 
@@ -91,7 +91,7 @@ def context_parallel_attention(
         ```
     """
     size = shapes.mesh_axis_size(axis_name)
-    ops = {name: shapes.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    ops: dict[str, Any] = {name: shapes.as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ops["cu_seqlens"] = shapes.as_int32("cu_seqlens", cu_seqlens)
     if seqused is not None:
         ops["seqused"] = shapes.as_int32("seqused", seqused)
@@ -106,8 +106,8 @@ def context_parallel_attention(
     left, right = shapes.one_sided_window(shapes.window_bounds(window_size, causal), total, alibi="alibi_slopes" in ops)
     fixed = attention.Options(left, right, shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic))
     options = Options(axis_name, size, shapes.one_of("method", method, tuple(_METHODS)), fixed)
-    out, lse = _attention(options, primitives.same_varying(ops | {"index": jax.lax.axis_index(axis_name)}))
-    return (out, lse) if shapes.flag("return_lse", return_lse) else out
+    results: Any = _compiled(options, primitives.same_varying(ops | {"index": jax.lax.axis_index(axis_name)}))
+    return results if shapes.flag("return_lse", return_lse) else results[0]
 
 
 def stripe(x, num_devices: int, *, axis: int = 0) -> Array:
@@ -149,6 +149,13 @@ class Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, ops: dict[str, Array]):
+    return _merged(options, ops)
+
+
+_compiled = jax.jit(_attention, static_argnums=0)  # Outside jit, jax.shard_map takes no derivative rule with symbolic zeros.
+
+
+def _merged(options: Options, ops: dict[str, Array]) -> tuple[Array, Array]:
     shards = _METHODS[options.method].shards(options, ops["index"], (ops["k"], ops["v"]))
     states = (_Step(options, ops, t).fwd(k, v) for t, (k, v) in enumerate(shards))
     out, lse = functools.reduce(lambda a, b: merge_attention(*a, *b), states)
@@ -158,7 +165,7 @@ def _attention(options: Options, ops: dict[str, Array]):
 def _attention_fwd(options: Options, ops):
     attention.refuse_gradients(ops)
     ops = {name: x.value for name, x in ops.items()}
-    out, lse = _attention(options, ops)
+    out, lse = _merged(options, ops)
     out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
     return (out, lse), (ops, out, lse)
 
@@ -186,8 +193,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 class _Step(NamedTuple):
     """The attention of a device's own queries to the keys of the device `t` places before it.
 
-    Row r of the queries and row s of the keys are n * (r - s) + t tokens apart, or t - n more where the ring has gone round, in
-    which case row r - 1 is the last that row r sees. Counted from that last one, both are the same: n rows for every row, and t.
+    Row r of the queries is n * (r - s) + t tokens behind row s of the keys. Where the ring has gone round it is n less, and row
+    r - 1 is the last that row r may see. Counted from the last one it is the same everywhere: n tokens a row, and t.
     """
 
     options: Options
@@ -279,14 +286,13 @@ class _Ring:
         yield kv
 
     @staticmethod
-    def home(options: Options, index, grads: Iterable[Any]):
+    def home(options: Options, index, grads: Iterator[Any]):
         del index
-        total = functools.reduce(lambda a, b: _add(_pass_on(options, a), b), grads)
+        total = next(grads)
+        for _ in range(_steps(options) - 1):
+            moving = _pass_on(options, total)  # before the next step, too
+            total = tuple(x + y for x, y in zip(moving, next(grads), strict=True))
         return _pass_on(options, total, options.size - _steps(options) + 1)
-
-
-def _add(a, b):
-    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _pass_on(options: Options, x, places: int = 1):
@@ -308,7 +314,7 @@ class _AllGather:
             yield tuple(jax.lax.dynamic_index_in_dim(x, other, keepdims=False) for x in of_all)
 
     @staticmethod
-    def home(options: Options, index, grads: Iterable[Any]):
+    def home(options: Options, index, grads: Iterator[Any]):
         step_of = (index - np.arange(options.size, dtype=np.int32)) % options.size
 
         def scatter(steps):

@@ -347,8 +347,8 @@ def check_shares(x, num_devices: int, axis: int) -> None:
     if total % num_devices:
         more = -total % num_devices
         raise ValueError(
-            f"x must have a multiple of num_devices = {num_devices} tokens at axis {axis}, got {total} in {x.shape}. Append {more} "
-            "that belong to nobody: tokens behind cu_seqlens[-1] are attended to by none."
+            f"x must have a multiple of num_devices = {num_devices} tokens at axis {axis}, got {total} in {x.shape}. Append "
+            f"{more} that belong to nobody, behind cu_seqlens[-1]: they take no part."
         )
 
 
@@ -455,8 +455,8 @@ def one_sided_window(bounds: tuple[int, int], total: int, *, alibi: bool) -> tup
         )
     if right != 0 and alibi:
         raise NotImplementedError(
-            "context_parallel_attention has alibi_slopes with causal=True alone. Without it share out heads in place of tokens: "
-            "varlen_attention inside jax.shard_map."
+            "context_parallel_attention has alibi_slopes with causal=True alone, got causal=False. Give it, or share out "
+            "heads in place of tokens: varlen_attention inside jax.shard_map."
         )
     return left, right
 
