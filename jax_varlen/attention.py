@@ -192,7 +192,8 @@ def dout_and_delta(out, dout, dlse):
 
 def cotangents_of(ops, grads, lse, delta) -> dict[str, Any]:
     """By name, those of all operands, from the gradients of q, k and v."""
-    cotangents: dict[str, Any] = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
+    cotangents: dict[str, Any] = dict.fromkeys(ops)
+    cotangents |= zip(("q", "k", "v"), grads, strict=True)
     if "sinks" in ops:
         cotangents["sinks"] = _sinks_gradient(ops["sinks"], lse, delta)
     return cotangents

@@ -64,9 +64,9 @@ def context_parallel_attention(
     - `window_size`: `(left, right)` in tokens of the whole batch, as in `varlen_attention`; with a bound, the right one must be
         0, which `causal` makes it.
     - `alibi_slopes`: float32 `(num_heads,)` or `(batch, num_heads)`, with `causal` alone.
-    - `method`: "ring": keys and values go from device to device while the device attends to those that it has, and a device
-        holds two slices at a time. "all_gather": one collective before the first step, for few devices or short batches; a
-        device holds all keys and values. The results agree to rounding.
+    - `method`: "ring": keys and values go from device to device while the device attends to those it has; beside its own it
+        holds two slices of them. "all_gather": one collective before the first step, for few devices or short batches; a device
+        holds all keys and values. The results agree to rounding.
 
     **Returns:** `out (total // n, num_heads, head_dim_v)` in the dtype of `q`; with `return_lse`, `(out, lse)` with
     `lse (num_heads, total // n)` in float32. Both have gradients, in q, k, v and `sinks`; with `deterministic` they repeat.

@@ -95,8 +95,9 @@ def check_gradient_inside(mesh):
     expected = jax.jit(jax.grad(functools.partial(loss, jv.varlen_attention), (1, 2)))(x, w, sinks)
     options = {"mesh": mesh, "in_specs": (P("x"), P(), P()), "out_specs": P()}
     inside = jax.shard_map(jax.grad(own, (1, 2)), **options)
+    summed = jax.shard_map(lambda *args: jax.lax.psum(jax.grad(own, (1, 2))(*args), "x"), **options, check_vma=False)
     outside = jax.grad(jax.shard_map(lambda *args: jax.lax.psum(own(*args), "x"), **options), (1, 2))
-    for f in (jax.jit(inside), inside, jax.jit(outside)):
+    for f in (jax.jit(inside), inside, jax.jit(summed), jax.jit(outside)):
         for actual, wanted in zip(f(jv.stripe(x, n), w, sinks), expected, strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
