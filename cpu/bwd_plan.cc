@@ -103,9 +103,16 @@ double BwdPlan::Cost(const Piece& piece) const {
 // The whole sequence, as the forward pass would name it.
 FwdItem BwdPlan::SequenceOf(int64_t sequence, int64_t kv_head) const {
   const FwdParams& p = params_.fwd;
-  const int64_t len_q = UsedLength(p.cu_seqlens_q, p.seqused_q, sequence);
-  const int64_t len_k = UsedLength(p.cu_seqlens_k, p.seqused_k, sequence);
-  return {sequence, kv_head, p.cu_seqlens_q[sequence], p.cu_seqlens_k[sequence], len_q, len_k, 0, len_q * group_size_};
+  FwdItem s{};
+  s.sequence = sequence;
+  s.kv_head = kv_head;
+  s.num_heads = 1;
+  s.first_q = p.cu_seqlens_q[sequence];
+  s.first_k = p.cu_seqlens_k[sequence];
+  s.len_q = UsedLength(p.cu_seqlens_q, p.seqused_q, sequence);
+  s.len_k = s.key_end = UsedLength(p.cu_seqlens_k, p.seqused_k, sequence);
+  s.row_end = s.len_q * group_size_;
+  return s;
 }
 
 // The tokens that see one of the keys lie together, because a token's window moves on by one from its neighbour's.

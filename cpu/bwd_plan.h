@@ -28,7 +28,8 @@ class BwdPlan {
   struct Piece {
     int64_t sequence;
     int64_t begin, end;
-    double cost;  // of one kv head, in multiply-adds
+    double cost;                         // of one kv head, in multiply-adds
+    static constexpr int64_t heads = 1;  // see CutUnits
   };
   static constexpr int64_t kRowsOfNobody = -1, kKeysOfNobody = -2;
 

@@ -48,7 +48,7 @@ void PackStrip(const BwdParams& params, const FwdItem& rows, int64_t row_begin, 
   typedef FmaEngine<D> Engine;
   const FwdParams& p = params.fwd;
   const T *q = static_cast<const T*>(p.q), *dout = static_cast<const T*>(params.dout);
-  InitStrip(p, rows, row_begin, &strip->rows);
+  InitStrip(p, rows, rows.kv_head, row_begin, &strip->rows);
   const Strip& s = strip->rows;
   PackTransposed<Engine>(q, p.head_dim, p.num_heads, s, strip->rows.q);
   PackTransposed<Engine>(dout, p.head_dim_v, p.num_heads, s, strip->dout);

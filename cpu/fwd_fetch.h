@@ -43,7 +43,8 @@ inline void FetchKeys(const FwdParams& p, const FwdItem& item, int64_t tile, int
                       KeyRows* keys, Fetcher* fetcher) {
   FindKeys(p, item, tile, begin, end, keys);
   const auto add = [&](const void* array, int64_t bytes) {
-    fetcher->Add(static_cast<const char*>(array) + item.kv_head * bytes, bytes, p.num_kv_heads * bytes, keys->row, begin, end);
+    fetcher->Add(static_cast<const char*>(array) + item.kv_head * bytes, item.num_heads * bytes, p.num_kv_heads * bytes,
+                 keys->row, begin, end);
   };
   add(p.k, p.head_dim * element);
   add(p.v, p.head_dim_v * element);
@@ -55,8 +56,8 @@ inline void FetchRows(const FwdParams& p, const FwdItem& item, const void* array
   const int64_t group_size = p.num_heads / p.num_kv_heads;
   const int64_t first_token = item.row_begin / group_size, last_token = (item.row_end - 1) / group_size;
   const int64_t bytes = dims * element;
-  fetcher->Add(static_cast<const char*>(array) + item.kv_head * group_size * bytes, group_size * bytes, p.num_heads * bytes,
-               nullptr, item.first_q + first_token, item.first_q + last_token + 1);
+  fetcher->Add(static_cast<const char*>(array) + item.kv_head * group_size * bytes, item.num_heads * group_size * bytes,
+               p.num_heads * bytes, nullptr, item.first_q + first_token, item.first_q + last_token + 1);
 }
 
 }  // namespace

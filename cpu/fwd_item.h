@@ -1,12 +1,11 @@
-// The forward pass of one item: its rows in strips, its keys in tiles, every tile packed once for all strips.
+// The forward pass of one item: its rows in strips, its keys in tiles, every tile packed once for all strips; or, of few rows,
+// as fwd_decode.h does it.
 //
 // Strips and tiles are cut at fixed multiples of their sizes, and a strip takes of a tile only the keys that one of its
 // rows sees. So the bits of a row depend on its own sequence alone, not on how rows were shared out among items.
 #pragma once
 
-#include "fwd_matmul.h"
-#include "fwd_softmax.h"
-#include "scratch.h"
+#include "fwd_decode.h"
 
 namespace jax_varlen {
 namespace {
@@ -33,22 +32,6 @@ struct Buffers {
   }
 };
 
-// While the tile that ends at key `end` is worked on: the next one, whose keys are found with it, or what follows the last.
-template <typename Engine>
-void PlanFetches(const FwdParams& p, const FwdItem& item, const FwdItem* next, int64_t end, int64_t key_end, KeyRows* keys,
-                 Fetcher* fetcher) {
-  constexpr int64_t kElement = sizeof(typename Engine::Data::T), kKvElement = sizeof(typename Engine::KvData::T);
-  fetcher->Clear();
-  if (end < key_end) return FetchKeys(p, item, end, 0, Min(key_end - end, kTileKeys), kKvElement, keys, fetcher);
-  FetchRows(p, item, p.out, p.head_dim_v, kElement, fetcher);
-  if (next == nullptr) return;
-  const int64_t token = next->row_begin / (p.num_heads / p.num_kv_heads);
-  int64_t first = 0;
-  if (p.window_left >= 0) first = Max(first, token + next->len_k - next->len_q - p.window_left);
-  FetchRows(p, *next, p.q, p.head_dim, kElement, fetcher);
-  FetchKeys(p, *next, first, 0, Min(next->len_k - first, kTileKeys), kKvElement, keys, fetcher);
-}
-
 // A strip meets keys begin .. end of the tile. Word n / kPair of s belongs to key n, before and after the softmax.
 template <typename Engine>
 void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t begin, int64_t end,
@@ -71,11 +54,12 @@ void AttendTile(const FwdParams& p, const LogitRule& rule, int64_t tile, int64_t
 
 template <typename Engine>
 size_t ScratchBytes(const FwdParams& p, int64_t rows) {
-  return Buffers<Engine>(p).Bytes(RoundUp(rows, kStripRows) / kStripRows);
+  const int64_t attend = Buffers<Engine>(p).Bytes(RoundUp(rows, kStripRows) / kStripRows);
+  return Max(attend, DecodeBuffers::Bytes(p));
 }
 
 template <typename Engine>
-void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
+void Attend(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
   typedef typename Engine::Word Word;
   typedef typename Engine::Data::T T;
   typedef typename Engine::KvData::T KvT;
@@ -86,9 +70,6 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
   Word* k_packed = Take<Word>(sizes.k_words, &scratch);
   Word* v_packed = Take<Word>(sizes.v_words, &scratch);
   float* s = Take<float>(sizes.s_floats, &scratch);
-  KeyRows tile_keys[2];
-  KeyRows *keys = tile_keys, *next_keys = tile_keys + 1;
-  Fetcher fetcher;
 
   Engine::Begin();
   int64_t key_begin = item.len_k, key_end = 0;
@@ -96,34 +77,35 @@ void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char*
     Strip* strip = strips + i;
     strip->q = Take<float>(sizes.q_floats, &scratch);
     strip->o = Take<float>(sizes.o_floats, &scratch);
-    InitStrip(p, item, item.row_begin + i * kStripRows, strip);
+    InitStrip(p, item, item.kv_head, item.row_begin + i * kStripRows, strip);
     if (strip->key_begin < strip->key_end)
       PackTransposed<Engine>(static_cast<const T*>(p.q), p.head_dim, p.num_heads, *strip, strip->q);
     key_begin = Min(key_begin, strip->key_begin);
     key_end = Max(key_end, strip->key_end);
   }
-
-  const int64_t first_tile = key_begin / kTileKeys * kTileKeys;
-  FindKeys(p, item, first_tile, key_begin - first_tile, Min(key_end - first_tile, kTileKeys), keys);
-  for (int64_t tile = first_tile; tile < key_end; tile += kTileKeys) {
-    const int64_t first = Max(key_begin - tile, int64_t{0}), last = Min(key_end - tile, kTileKeys);
-    const Rows<Word> k = Engine::PackK(TileOf<KvT>(p.k, p, item, p.head_dim, keys), p.head_dim, first, last, k_packed);
-    const Rows<Word> v = Engine::PackV(TileOf<KvT>(p.v, p, item, p.head_dim_v, keys), p.head_dim_v, first, last, v_packed);
-    PlanFetches<Engine>(p, item, next, tile + kTileKeys, key_end, next_keys, &fetcher);
+  const auto attend_tile = [&](int64_t tile, int64_t first, int64_t last, const KeyRows& keys, Fetcher* fetcher) {
+    const Rows<Word> k = Engine::PackK(TileOf<KvT>(p.k, p, item.kv_head, p.head_dim, &keys), p.head_dim, first, last, k_packed);
+    const Rows<Word> v =
+        Engine::PackV(TileOf<KvT>(p.v, p, item.kv_head, p.head_dim_v, &keys), p.head_dim_v, first, last, v_packed);
     for (int64_t i = 0; i < num_strips; ++i) {
       const int64_t begin = Max(strips[i].key_begin - tile, int64_t{0});
       const int64_t end = Min(strips[i].key_end - tile, kTileKeys);
-      if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, &fetcher, strips + i);
+      if (begin < end) AttendTile<Engine>(p, rule, tile, begin, end, k, v, s, fetcher, strips + i);
     }
-    Swap(&keys, &next_keys);
-  }
-  for (int64_t i = 0; i < num_strips; ++i) FinishStrip<typename Engine::Data>(p, item.kv_head, strips[i]);
+  };
+  ForEachTile<Engine, kTileKeys>(p, item, next, key_begin, key_end, attend_tile);
+  Finish<typename Engine::Data>(p, item, item.kv_head, strips, num_strips);
   Engine::End();
 }
 
 template <typename Engine>
+void RunItem(const FwdParams& p, const FwdItem& item, const FwdItem* next, char* scratch) {
+  return (item.decode ? Decode<Engine> : Attend<Engine>)(p, item, next, scratch);
+}
+
+template <typename Engine>
 constexpr FwdKernel KernelOf() {
-  return {RunItem<Engine>, ScratchBytes<Engine>, kStripRows};
+  return {RunItem<Engine>, ScratchBytes<Engine>, kLanes, kStripRows, kMaxDecodeRows};
 }
 
 template <typename D>

@@ -32,7 +32,7 @@ inline void FindKeys(const FwdParams& p, const FwdItem& item, int64_t tile, int6
   }
 }
 
-// One kv head of k or v, at the keys of a tile.
+// One kv head of k or v, at the keys of a tile: its element 0 of key n.
 template <typename T>
 struct KeyTile {
   const T* head;   // in row 0
@@ -42,8 +42,8 @@ struct KeyTile {
 };
 
 template <typename T>
-inline KeyTile<T> TileOf(const void* array, const FwdParams& p, const FwdItem& item, int64_t dims, const KeyRows* keys) {
-  return {static_cast<const T*>(array) + item.kv_head * dims, p.num_kv_heads * dims, keys};
+inline KeyTile<T> TileOf(const void* array, const FwdParams& p, int64_t kv_head, int64_t dims, const KeyRows* keys) {
+  return {static_cast<const T*>(array) + kv_head * dims, p.num_kv_heads * dims, keys};
 }
 
 }  // namespace

@@ -88,10 +88,14 @@ inline void OutputTile(Rows<typename Op::Word> rows, const float* p, int64_t wor
 template <int R, typename Fn>
 inline void ForRegisterTiles(int64_t begin, int64_t end, const Fn& f) {
   for (; end - begin >= R; begin += R) f.template operator()<R>(begin);
-  if (end - begin >= 8 && R > 8) f.template operator()<8>(begin), begin += 8;
-  if (end - begin >= 4) f.template operator()<4>(begin), begin += 4;
-  if (end - begin >= 2) f.template operator()<2>(begin), begin += 2;
-  if (end - begin >= 1) f.template operator()<1>(begin);
+  if constexpr (R > 8)
+    if (end - begin >= 8) f.template operator()<8>(begin), begin += 8;
+  if constexpr (R > 4)
+    if (end - begin >= 4) f.template operator()<4>(begin), begin += 4;
+  if constexpr (R > 2)
+    if (end - begin >= 2) f.template operator()<2>(begin), begin += 2;
+  if constexpr (R > 1)
+    if (end - begin >= 1) f.template operator()<1>(begin);
 }
 
 template <typename Op, int V>

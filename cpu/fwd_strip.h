@@ -22,7 +22,7 @@ struct Strip {
   float* q;  // [word][lane]
   float* o;  // [dim][lane]
   int64_t rows;
-  int64_t key_begin, key_end;    // keys that some row sees
+  int64_t key_begin, key_end;    // the item's keys that some row sees
   int64_t full_begin, full_end;  // keys that every row sees
   int vectors;
   bool empty;  // o holds nothing yet
@@ -52,7 +52,7 @@ inline void InitRow(const FwdParams& p, const FwdItem& item, int64_t token, int6
   strip->full_end = Min(strip->full_end, last + 1);
 }
 
-inline void InitStrip(const FwdParams& p, const FwdItem& item, int64_t row_begin, Strip* strip) {
+inline void InitStrip(const FwdParams& p, const FwdItem& item, int64_t kv_head, int64_t row_begin, Strip* strip) {
   strip->rows = Min(kStripRows, item.row_end - row_begin);
   strip->vectors = static_cast<int>((strip->rows + kLanes - 1) / kLanes);
   strip->empty = true;
@@ -61,9 +61,11 @@ inline void InitStrip(const FwdParams& p, const FwdItem& item, int64_t row_begin
   const int64_t group_size = p.num_heads / p.num_kv_heads;
   int64_t token = row_begin / group_size, member = row_begin % group_size;
   for (int64_t lane = 0; lane < strip->rows; ++lane) {
-    InitRow(p, item, token, item.kv_head * group_size + member, lane, strip);
+    InitRow(p, item, token, kv_head * group_size + member, lane, strip);
     if (++member == group_size) member = 0, ++token;
   }
+  strip->key_begin = Max(strip->key_begin, item.key_begin);
+  strip->key_end = Min(strip->key_end, item.key_end);
   for (int64_t lane = 0; lane < strip->stride(); ++lane) {
     strip->row_max[lane] = -kInf;
     strip->row_sum[lane] = 0;

@@ -88,7 +88,7 @@ inline U Bf16Bits(F x) {
   return x == x ? rounded : U{} + 0x7fc0u;
 }
 
-inline F FromBf16(const uint16_t* p) {
+inline F PortableFromBf16(const uint16_t* p) {
   return Bits<F>(__builtin_convertvector(LoadAs<H>(p), U) << 16);
 }
 inline void ToBf16(F x, uint16_t* p) {

@@ -15,6 +15,9 @@ constexpr int kMaxVectors = 2;
 namespace jax_varlen {
 namespace {
 
+inline F FromBf16(const uint16_t* p) {
+  return (F)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
 inline F FromF16(const uint16_t* p) {
   return (F)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
@@ -26,7 +29,7 @@ inline F FromE4M3(const uint8_t* p) {
   const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
   const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16((short)0xbfff));
   const __m128i is_nan = _mm_cmpeq_epi16(_mm_slli_epi16(high, 1), _mm_set1_epi16((short)0xfe00));
-  return (F)_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7c00)))) * 256.0f;
+  return (F)_mm256_cvtph_ps(_mm_or_si128(half, is_nan)) * 256.0f;  // all ones are a NaN
 }
 inline F Scale(F p, F shifter, F x) {
   return PortableScale(p, shifter, x);

@@ -18,6 +18,9 @@ namespace {
 // The forms with a mask of all lanes: GCC 12 warns of the undefined operand inside the plain ones.
 constexpr __mmask16 kAll = 0xffff;
 
+inline F FromBf16(const uint16_t* p) {
+  return (F)_mm512_maskz_slli_epi32(kAll, _mm512_maskz_cvtepu16_epi32(kAll, _mm256_loadu_si256((const __m256i*)p)), 16);
+}
 inline F FromF16(const uint16_t* p) {
   return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)p));
 }
@@ -29,8 +32,7 @@ inline F FromE4M3(const uint8_t* p) {
   const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
   const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbfff));
   const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_slli_epi16(high, 1), _mm256_set1_epi16((short)0xfe00));
-  const __m256i bits = _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7c00)));
-  return (F)_mm512_maskz_cvtph_ps(kAll, bits) * 256.0f;
+  return (F)_mm512_maskz_cvtph_ps(kAll, _mm256_or_si256(half, is_nan)) * 256.0f;  // all ones are a NaN
 }
 
 inline F Scale(F p, F shifter, F x) {

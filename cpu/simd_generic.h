@@ -17,6 +17,9 @@ constexpr int kMaxVectors = 2;  // 16 registers
 namespace jax_varlen {
 namespace {
 
+inline F FromBf16(const uint16_t* p) {
+  return PortableFromBf16(p);
+}
 inline F FromF16(const uint16_t* p) {
   return PortableFromF16(p);
 }

@@ -1,4 +1,5 @@
-// Units of work of like size from pieces of any size. A piece has a `cost` in multiply-adds.
+// Units of work of like size from pieces of any size. A piece has a `cost` of one kv head, in multiply-adds, and a number of
+// `heads` that are best done together.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,8 @@ void SortByCost(std::vector<Piece>* pieces) {
 }
 
 // Every piece is num_kv_heads items, item i being head i % num_kv_heads of piece i / num_kv_heads. Unit u is the items
-// result[u] .. result[u + 1]: small ones share a unit, so that claiming it costs little beside the work.
+// result[u] .. result[u + 1]: small ones share a unit, so that claiming it costs little beside the work, and so do the heads
+// that are done together.
 template <typename Piece>
 std::vector<int64_t> CutUnits(const std::vector<Piece>& pieces, int64_t num_kv_heads, int64_t num_threads) {
   constexpr double kUnitCost = 1e6, kUnitsPerThread = 16;
@@ -41,7 +43,7 @@ std::vector<int64_t> CutUnits(const std::vector<Piece>& pieces, int64_t num_kv_h
     for (int64_t h = 0; h < num_kv_heads; ++h) {
       ++item;
       sum += piece.cost;
-      if (sum < quantum) continue;
+      if (sum < quantum || ((h + 1) % piece.heads != 0 && h + 1 < num_kv_heads)) continue;
       unit_begin.push_back(item);
       sum = 0;
     }

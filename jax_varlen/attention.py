@@ -150,9 +150,7 @@ def _attention(options: Options, ops: dict[str, jax.Array]):
 
 
 def _attention_fwd(options: Options, ops):
-    for name, advice in _NO_GRADIENT.items():
-        if name in ops and ops[name].perturbed:
-            raise NotImplementedError(f"{name} has no gradient. {advice}")
+    refuse_gradients(ops)
     if "block_table" in ops and any(x.perturbed for x in ops.values()):
         raise NotImplementedError(
             "With block_table varlen_attention has no gradient: a paged KV cache serves the forward pass alone. Give packed k "
@@ -164,6 +162,13 @@ def _attention_fwd(options: Options, ops):
     return (out, lse), (ops, out, lse)
 
 
+def refuse_gradients(ops) -> None:
+    """Raises NotImplementedError where one is asked of an operand that has none."""
+    for name, advice in _NO_GRADIENT.items():
+        if name in ops and ops[name].perturbed:
+            raise NotImplementedError(f"{name} has no gradient. {advice}")
+
+
 _NO_GRADIENT = {
     "alibi_slopes": "Slopes are constants of the model: alibi_slopes=jax.lax.stop_gradient(slopes).",
     "softmax_scale": "Put a learnt scale into q: varlen_attention(q * scale, ..., softmax_scale=1.0).",
@@ -172,17 +177,26 @@ _NO_GRADIENT = {
 
 def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
-    dout, dlse = cotangents
+    dout, delta = dout_and_delta(out, *cotangents)
+    grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
+    return (cotangents_of(ops, grads, lse, delta),)
+
+
+def dout_and_delta(out, dout, dlse):
+    """What the backward primitive takes of the cotangents of out and lse, where one that is not there is symbolic."""
     dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
     # A row that sees no key has out 0 and gives nothing, whatever its cotangent is: kernels leave such rows out by their place.
     delta = jnp.where(out == 0, 0, dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
-    if not isinstance(dlse, SymbolicZero):
-        delta = delta - dlse
-    grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
-    cotangents = dict.fromkeys(ops) | dict(zip(("q", "k", "v"), grads, strict=True))
+    return dout, delta if isinstance(dlse, SymbolicZero) else delta - dlse
+
+
+def cotangents_of(ops, grads, lse, delta) -> dict[str, Any]:
+    """By name, those of all operands, from the gradients of q, k and v."""
+    cotangents: dict[str, Any] = dict.fromkeys(ops)
+    cotangents |= zip(("q", "k", "v"), grads, strict=True)
     if "sinks" in ops:
         cotangents["sinks"] = _sinks_gradient(ops["sinks"], lse, delta)
-    return (cotangents,)
+    return cotangents
 
 
 def _sinks_gradient(sinks, lse, delta):

@@ -3,7 +3,8 @@
 `check_operands` holds the rules of shapes and dtypes; the primitive's abstract evaluation runs it, so the same error is
 raised in eager code, under `jit`, `grad` and `eval_shape`. The other functions turn one static option each into its
 normal form. `check_values` looks into offsets that are NumPy arrays, whose values are known at trace time. All of this is for
-`varlen_attention`; `check_append_operands` and `check_append_values` do the same for `append_kv`.
+`varlen_attention`; `check_append_operands` and `check_append_values` do the same for `append_kv`, and
+`check_context_parallel` adds what is peculiar to `context_parallel_attention`.
 """
 
 from __future__ import annotations
@@ -302,6 +303,55 @@ def _check_append_dtypes(ops) -> None:
             )
 
 
+def mesh_axis_size(axis_name) -> int:
+    """The number of devices along a manual mesh axis, or a tuple of them; a ValueError for anything else."""
+    try:
+        return jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        raise ValueError(
+            f"axis_name must be a mesh axis, or a tuple of them, that jax.shard_map has made manual where the call stands, got "
+            f"{axis_name!r}. Call it inside jax.shard_map(..., mesh=mesh, in_specs=(PartitionSpec({axis_name!r}), ...))."
+        ) from None
+
+
+def check_context_parallel(ops: Mapping[str, Any], num_devices: int) -> None:
+    """Raises ValueError or TypeError unless the operands, by name, are those of one call of `context_parallel_attention`.
+
+    Offsets count in the whole batch, of which q, k and v are the share of one of the devices.
+    """
+    cu_seqlens, seqused = ops["cu_seqlens"], ops.get("seqused")
+    batch = _check_cu_seqlens("cu_seqlens", cu_seqlens)
+    if seqused is not None:
+        _check_seqused("seqused", seqused, batch)
+    others = {name: x for name, x in ops.items() if name not in ("cu_seqlens", "seqused")}
+    check_operands(others | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens})
+    q, k = ops["q"], ops["k"]
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q, k and v must hold the same tokens, an equal share on each device, got q {q.shape} and k {k.shape}. Attention "
+            "to the keys of other sequences has no context-parallel form here."
+        )
+    if isinstance(cu_seqlens, np.ndarray):
+        tokens = jax.ShapeDtypeStruct((num_devices * q.shape[0], *q.shape[1:]), q.dtype)
+        _check_offset_values("cu_seqlens", cu_seqlens, tokens)
+        _check_seqused_values("seqused", seqused, _differences(cu_seqlens))
+
+
+def check_shares(x, num_devices: int, axis: int) -> None:
+    """Raises ValueError or TypeError unless the tokens of `x`, at `axis`, can be shared out equally."""
+    if not isinstance(num_devices, (int, np.integer)) or num_devices < 1:
+        raise ValueError(f"num_devices must be a Python int of 1 or more, as it is part of a shape, got {num_devices!r}.")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be one of the {x.ndim} axes of x, got {axis} for {x.shape}.")
+    total = x.shape[axis]
+    if total % num_devices:
+        more = -total % num_devices
+        raise ValueError(
+            f"x must have a multiple of num_devices = {num_devices} tokens at axis {axis}, got {total} in {x.shape}. Append "
+            f"{more} that belong to nobody, behind cu_seqlens[-1]: they take no part."
+        )
+
+
 def check_states(out_a, lse_a, out_b, lse_b) -> None:
     """Raises ValueError or TypeError unless `merge_attention` is given two results of the same queries."""
     for name, x in (("out_a", out_a), ("out_b", out_b)):
@@ -393,6 +443,29 @@ def window_bounds(window_size, causal: bool) -> tuple[int, int]:
         )
     left, right = (_window_bound(window_size, side) for side in window_size)
     return left, 0 if flag("causal", causal) else right
+
+
+def one_sided_window(bounds: tuple[int, int], total: int, *, alibi: bool) -> tuple[int, int]:
+    """The bounds, where a stripe of the tokens can have them: none, or a right one of 0. Those beyond `total` are none."""
+    left, right = (UNBOUNDED if bound >= max(total, 1) else bound for bound in bounds)
+    if right != 0 and (left, right) != (UNBOUNDED, UNBOUNDED):
+        raise NotImplementedError(
+            f"context_parallel_attention has windows that end with the query alone, (left, 0), got {bounds} (-1 is no bound). "
+            "For others share out heads in place of tokens: varlen_attention inside jax.shard_map."
+        )
+    if right != 0 and alibi:
+        raise NotImplementedError(
+            "context_parallel_attention has alibi_slopes with causal=True alone, got causal=False. Give it, or share out "
+            "heads in place of tokens: varlen_attention inside jax.shard_map."
+        )
+    return left, right
+
+
+def one_of(name: str, x, choices: tuple[str, ...]) -> str:
+    """`x` if it is one of the choices."""
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {x!r}.")
+    return x
 
 
 def flag(name: str, x) -> bool:

@@ -11,7 +11,7 @@ NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
-import jax.numpy as jnp, oracle, test_bwd
+import jax.numpy as jnp, oracle, test_bwd, test_paged
 from cases import CASES, Case
 from pools import as_float8, paged
 from jax_varlen import info, varlen_attention
@@ -31,6 +31,11 @@ for dims in ((64, 64), (72, 40)):
         call = paged(*mixed.inputs(jnp.dtype(dtype)), 7)
         for args, options in (call, as_float8(*call)):
             oracle.check_paged(varlen_attention(*map(jnp.asarray, args), **options, return_lse=True), *args, **options)
+for rows in (1, 20):
+    test_paged.test_the_keys_of_few_rows_are_divided(rows)
+for rows in (1, 40):
+    test_paged.test_every_float8_is_exact(rows, jnp.dtype("bfloat16"))
+    test_paged.test_every_float8_is_exact(rows, jnp.dtype("float32"))
 """
 CHOSEN = ("everything", "gap_and_tail", "alibi_negative", "softcap_saturated", "skewed")
 
