@@ -192,16 +192,42 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
   }
 }
 
+// Takes the maxima of a tile of logits into the state, as UpdateMax does, but leaves a row's shift where it is until a logit is
+// kSlack powers of two above it: probabilities are then above 1, which harms neither their sums nor the relative error of their
+// rounding, and the output is seldom rescaled.
+template <int kN>
+__device__ __forceinline__ float2 UpdateShift(const float (&acc_s)[kN][4], SoftmaxState& state, float exponent_scale) {
+  constexpr float kSlack = 8.f;
+  float rescale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kN; ++n) top[n % 2] = fmaxf(top[n % 2], fmaxf(acc_s[n][2 * r], acc_s[n][2 * r + 1]));
+    const float row_max = QuadMax(fmaxf(top[0], top[1]));
+    const float shift = __fmul_rn(row_max, exponent_scale), old = state.row_max[r] == -INFINITY ? -INFINITY : state.shift[r];
+    const bool moves = shift - kSlack > old;
+    rescale[r] = moves ? ptx::Exp2(old - shift) : 1.f;
+    state.row_max[r] = moves ? row_max : state.row_max[r];
+    state.shift[r] = moves ? shift : old == -INFINITY ? 0.f : old;
+    state.row_sum[r] *= rescale[r];
+  }
+  return {rescale[0], rescale[1]};
+}
+
 // In place: the probabilities of a tile, not normalised and not rounded, and their sums.
 template <int kN>
 __device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], SoftmaxState& state, float exponent_scale) {
+  float sums[4] = {};
 #pragma unroll
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       acc_s[n][e] = ptx::Exp2(fmaf(acc_s[n][e], exponent_scale, -state.shift[e / 2]));
-      state.row_sum[e / 2] += acc_s[n][e];
+      sums[e] += acc_s[n][e];
     }
+  state.row_sum[0] += sums[0] + sums[1];
+  state.row_sum[1] += sums[2] + sums[3];
 }
 
 // Rows of V that no row of the tile sees belong to somebody else, and 0 * NaN is NaN: all consumers together make them zeros,
@@ -370,7 +396,7 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
       AddAlibi(acc_s, logits, row + Shift(tile) - key0);
     }
     if (key0 < work.all.lo || key0 + kTileN > work.all.hi) MaskLogits(acc_s, p, tile, row, key0);
-    const float2 rescale = UpdateMax(acc_s, state, logits.exponent_scale);
+    const float2 rescale = UpdateShift(acc_s, state, logits.exponent_scale);
     Exponentials(acc_s, state, logits.exponent_scale);
     return rescale;
   };
@@ -438,15 +464,21 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
       logits = Logits(p, slots[next.slot].tile, slots[next.slot].head);
     }
     const float2 rescale = softmax(next, logits, next_n);
-    end_output();
-    if (ends) {
-      store(ended, ended_logits);
-    } else if (__any_sync(~0u, rescale.x != 1.f || rescale.y != 1.f)) {
+    // The sums take part in the vote, though they are never negative: else the compiler moves what they are made of, the whole
+    // softmax, behind the wait for the product that it is to overlap.
+    const bool rescales = rescale.x != 1.f || rescale.y != 1.f || state.row_sum[0] + state.row_sum[1] < 0.f;
+    if (__any_sync(~0u, rescales)) {
+      end_output();
+      if (!ends) {
 #pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
+        for (int d = 0; d < kHeadDim / 8; ++d)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
+          for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
+      }
+    } else {
+      end_output();
     }
+    if (ends) store(ended, ended_logits);
     round();
     work = next;
     n = next_n;
