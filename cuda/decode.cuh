@@ -277,11 +277,16 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
       segment.whole = units == units_per_head;
       segment.first_step = entry.first_step + first;
       segment.steps = segment.whole ? entry.steps : units;
-      segment.partial = 2 * share + (first == 0);
+      segment.partial = SlotOf(share, first == 0);
       if (RowsOf(p, entry.tile) <= 16) {
         ComputeSegment<T, E, Config, true>(p, entry.tile, segment, partials, smem, pool_rows);
       } else {
         ComputeSegment<T, E, Config, false>(p, entry.tile, segment, partials, smem, pool_rows);
+      }
+      if (!segment.whole) {
+        const int64_t begin = unit - first;
+        Combine<T, Config::kThreads>(p, entry.tile, segment.kv_head, partials, ShareOf(head, begin),
+                                     ShareOf(head, begin + units_per_head - 1), share);
       }
       __syncthreads();
       unit += units;
@@ -295,11 +300,6 @@ cudaError_t LaunchDecodeAs(const FwdParams& params, const DecodeList& list, cons
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
   kernel<<<partials.shares, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, partials);
-  if (cudaError_t error = cudaGetLastError()) return error;
-  if (params.batch_invariant) return cudaSuccess;  // nothing is divided
-  const dim3 grid(static_cast<int>(MaxDecodeTiles(params) * params.num_kv_heads),
-                  (partials.rows + 2 * kCombineWarps - 1) / (2 * kCombineWarps));
-  combine_kernel<T><<<grid, 32 * kCombineWarps, 0, stream>>>(params, list, partials);
   return cudaGetLastError();
 }
 

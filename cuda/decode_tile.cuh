@@ -1,4 +1,4 @@
-// What the decode and the combine kernel know of a tile: its rows, and the shares that it lies in.
+// What the decode kernel knows of a tile: its rows, and the shares that it lies in.
 #pragma once
 
 #include <climits>
@@ -24,6 +24,12 @@ __device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
   const int64_t of_longer = head.longer * (head.share_units + 1);
   return static_cast<int>(unit < of_longer ? unit / (head.share_units + 1)
                                            : head.longer + (unit - of_longer) / head.share_units);
+}
+
+// The place of the partial result of a share: that of a tile and head that begins in it and goes on elsewhere, or of one that
+// began elsewhere.
+__device__ __forceinline__ int SlotOf(int share, bool begins) {
+  return 2 * share + begins;
 }
 
 __device__ __forceinline__ int RowsOf(const FwdParams& p, const Tile& tile) {

@@ -12,8 +12,7 @@
 namespace jax_varlen {
 namespace {
 
-constexpr int kMinTile = 32;     // the least rows of a tile of any kernel, which bounds the number of tiles
-constexpr int kMaxShares = 384;  // CTAs of the decode kernel, whatever the device
+constexpr int kMinTile = 32;  // the least rows of a tile of any kernel, which bounds the number of tiles
 
 // What the device is, or one with less shared memory where JAX_VARLEN_CUDA_SMEM says so: a large device then runs the kernels
 // of a small one, for tests and comparison.
@@ -35,7 +34,7 @@ int64_t MaxDecodeRows(const FwdParams& params) {
 }
 
 int64_t DecodeListWords(const FwdParams& params) {
-  return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params));
+  return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params)) + kMaxArrived;
 }
 
 // The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set: it has not been run yet.
@@ -55,6 +54,7 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
   lists.decode = DecodeListIn(workspace + list_words);
   lists.most_shares = std::min(kMaxShares, kDecodeCtas * device.multiprocessors);
   Partials partials;
+  partials.arrived = lists.decode.arrived;
   partials.shares = lists.most_shares;
   partials.rows = static_cast<int>(MaxDecodeRows(params));
   partials.out = reinterpret_cast<float*>(workspace + list_words + DecodeListWords(params));

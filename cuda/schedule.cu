@@ -238,6 +238,7 @@ __device__ Tile DecodePart(const FwdParams& p, int64_t batch, bool all, int64_t 
 
 // A thread has one part at a time, and so all its tiles.
 __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shares, const DecodeList& list) {
+  for (int i = threadIdx.x; i < kMaxArrived; i += kThreads) list.arrived[i] = 0;
   Counts before = {0, 0};
   const int64_t batch = SequencesOf(p), parts = all ? 2 * batch + kSequencesOfNobody : batch;
   for (int64_t first = 0; first < parts; first += kThreads) {

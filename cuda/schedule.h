@@ -42,14 +42,19 @@ struct DecodeHead {
 
 struct DecodeList {
   DecodeHead* head;
+  int* arrived;  // kMaxArrived zeros: see Partials
   DecodeTile* tiles;
 };
+
+constexpr int kMaxShares = 384;  // CTAs of the decode kernel, whatever the device
+constexpr int kMaxArrived = 2 * kMaxShares;
 
 constexpr int kWordsPerDecodeTile = 12;
 
 // The head takes the room of a tile.
 inline DecodeList DecodeListIn(int32_t* workspace) {
-  return {reinterpret_cast<DecodeHead*>(workspace), reinterpret_cast<DecodeTile*>(workspace + kWordsPerDecodeTile)};
+  int32_t* const arrived = workspace + kWordsPerDecodeTile;
+  return {reinterpret_cast<DecodeHead*>(workspace), arrived, reinterpret_cast<DecodeTile*>(arrived + kMaxArrived)};
 }
 
 // Whether the decode kernel takes all sequences of a call: their rows are few however they lie, or it alone reads the pools.

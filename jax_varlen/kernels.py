@@ -111,7 +111,7 @@ def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], bat
     group_size = num_heads // num_kv_heads
     tiles = total_q * group_size // _CUDA_DECODE_ROWS + 2 * batch_and_1
     rows = min(_CUDA_DECODE_ROWS, total_q * group_size)
-    words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + 2 * _CUDA_MAX_SHARES * rows * (head_dim_v + 1)
+    words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + 2 * _CUDA_MAX_SHARES * (1 + rows * (head_dim_v + 1))
     (list_words,) = cuda_workspace(total_q, batch_and_1).shape
     return jax.ShapeDtypeStruct((list_words + words,), np.int32)
 
