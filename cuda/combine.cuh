@@ -43,7 +43,7 @@ __device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& ti
   __syncthreads();
 
   // An item is four columns of a row. Many loads are under way at once.
-  constexpr int kItems = 4, kParts = 8;
+  constexpr int kItems = 4, kParts = 6;
   const int items_per_row = columns / 4, items = rows * items_per_row;
   for (int item0 = threadIdx.x; item0 < items; item0 += kItems * kThreads) {
     int row[kItems], column[kItems];
@@ -109,8 +109,7 @@ __device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& ti
 // `first` to `last`.
 template <typename T, int kThreads>
 __device__ __forceinline__ void Combine(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials, int first,
-                                        int last, int mine) {
-  __shared__ float2 states[kDecodeRows];
+                                        int last, int mine, float2* states) {
   auto slot = [&](int part) { return SlotOf(part, part == first); };
   int* const arrived = partials.arrived + slot(last);
   const int first_group = first / kMergedAtOnce, groups = last / kMergedAtOnce - first_group + 1;
