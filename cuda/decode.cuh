@@ -18,17 +18,18 @@
 
 namespace jax_varlen {
 
-// One step of the keys that a CTA meets. Steps of one tile and head, as far as they lie in one share, are a segment.
+// One step of the keys that a CTA meets. Steps of one tile and head, as far as they lie in one part, are a segment.
 struct alignas(16) Step {
   Tile tile;
   KeyRange seen;  // by any row of the sequence
   int kv_head;
   int key0;
   int left;  // steps of the segment that follow; kNoStep where there is no step
-  int share;
-  int first_share, last_share;  // in which the tile and head lies
+  int part;
+  int first_part, last_part;  // in which the tile and head lies
+  int slot_rows;              // of the room for a partial result
 
-  __device__ __forceinline__ bool IsWhole() const { return first_share == last_share; }
+  __device__ __forceinline__ bool IsWhole() const { return first_part == last_part; }
 };
 
 constexpr int kNoStep = -1;
@@ -36,8 +37,8 @@ constexpr int kNoStep = -1;
 // Where the segments of a CTA go on.
 struct Cursor {
   int64_t unit;  // the first of the next segment
-  int64_t end;   // of the share
-  int share;     // none yet where negative
+  int64_t end;   // of the part
+  int part;      // none yet where negative
   int place;     // of the tile in the list
 };
 
@@ -74,10 +75,12 @@ struct Stream {
   const DecodeList& list;
   DecodeShared<Config>& shared;
   uint8_t* smem;       // the stages
+  int rows_of_share;   // see Partials
   unsigned looked_up;  // steps
 
-  __device__ __forceinline__ Stream(const FwdParams& p, const DecodeList& list, DecodeShared<Config>& shared, uint8_t* smem)
-      : p(p), list(list), shared(shared), smem(smem), looked_up(0) {
+  __device__ __forceinline__ Stream(const FwdParams& p, const DecodeList& list, DecodeShared<Config>& shared, uint8_t* smem,
+                                    int rows_of_share)
+      : p(p), list(list), shared(shared), smem(smem), rows_of_share(rows_of_share), looked_up(0) {
     if (threadIdx.x == Config::kThreads - 1) shared.cursor = {0, 0, -1, 0};
     for (int i = 0; i < Config::kLookUps; ++i) Advance();
   }
@@ -131,15 +134,27 @@ struct Stream {
     shared.pool_rows[looked_up % Config::kLookUps].LookUp(p, next.tile.sequence, next.key0, next.seen, lane, 32);
   }
 
+  // The part after `part`, or -1. A CTA has the first part of one share; the others, longer ones first, go to the CTAs that are
+  // done first.
+  __device__ __forceinline__ int TakePart(const DecodeHead& head, int part) {
+    if (part < 0) return static_cast<int>(blockIdx.x) < head.shares ? static_cast<int>(blockIdx.x) * head.parts : -1;
+    if (head.parts == 1) return -1;
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = atomicAdd(&list.head->taken, 1);
+    taken = __shfl_sync(~0u, taken, 0);
+    const int before = taken / head.shares, i = 1 + before;
+    return i < head.parts ? (taken - before * head.shares) * head.parts + i : -1;
+  }
+
   // False where there is none any more.
   __device__ __forceinline__ bool BeginSegment(Step& step) {
     Cursor cursor = shared.cursor;
     const DecodeHead head = *list.head;
     if (cursor.unit == cursor.end) {
-      if (cursor.share >= 0 || blockIdx.x >= head.shares) return false;
-      cursor.share = blockIdx.x;
-      cursor.unit = ShareBegin(head, cursor.share);
-      cursor.end = ShareBegin(head, cursor.share + 1);
+      cursor.part = TakePart(head, cursor.part);
+      if (cursor.part < 0) return false;
+      cursor.unit = PartBegin(head, cursor.part);
+      cursor.end = PartBegin(head, cursor.part + 1);
       cursor.place = FindTile(list, head.count, cursor.unit);
     }
     DecodeTile entry = list.tiles[cursor.place];
@@ -164,9 +179,10 @@ struct Stream {
     step.kv_head = kv_head;
     step.key0 = (entry.first_step + first) * Config::kKeys;
     step.left = (is_whole ? entry.steps : units) - 1;
-    step.share = cursor.share;
-    step.first_share = is_whole ? cursor.share : ShareOf(head, begin);
-    step.last_share = is_whole ? cursor.share : ShareOf(head, begin + units_per_head - 1);
+    step.part = cursor.part;
+    step.first_part = is_whole ? cursor.part : PartOf(head, begin);
+    step.last_part = is_whole ? cursor.part : PartOf(head, begin + units_per_head - 1);
+    step.slot_rows = rows_of_share / head.parts;
     return true;
   }
 };
@@ -204,7 +220,7 @@ __device__ __forceinline__ void StoreDecodeRow(const FwdParams& p, const Step& s
     }
     if (leads) *where.Lse(p, tile) = lse * kLn2;
   } else {
-    const int64_t place = static_cast<int64_t>(SlotOf(step.share, step.share == step.first_share)) * partials.rows + row;
+    const int64_t place = static_cast<int64_t>(SlotOf(step.part, step.part == step.first_part)) * step.slot_rows + row;
     float* out = partials.out + place * p.head_dim_v;
 #pragma unroll
     for (int d = d_begin; d < d_end; ++d) {
@@ -365,7 +381,7 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
   extern __shared__ __align__(512) uint8_t smem[];
   __shared__ DecodeShared<Config> shared;
   ptx::WaitForPrerequisites();
-  Stream<E, Config> stream(p, list, shared, smem);
+  Stream<E, Config> stream(p, list, shared, smem, partials.rows);
   while (stream.Next().left != kNoStep) {
     if (RowsOf(p, stream.Next().tile) <= 16) {
       ComputeSegment<T, E, Config, true>(p, partials, stream);
@@ -374,8 +390,8 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
     }
     const Step& step = stream.Current();
     if (!step.IsWhole())
-      Combine<T, Config::kThreads>(p, step.tile, step.kv_head, partials, step.first_share, step.last_share, step.share,
-                                   shared.states);
+      Combine<T, Config::kThreads>(p, step.tile, step.kv_head, partials, step.slot_rows, step.first_part, step.last_part,
+                                   step.part, shared.states);
   }
 }
 

@@ -243,6 +243,7 @@ __device__ Tile DecodePart(const FwdParams& p, int64_t batch, bool all, int64_t 
 // A thread has one part at a time, and so all its tiles.
 __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shares, const DecodeList& list) {
   for (int i = threadIdx.x; i < kMaxArrived; i += kThreads) list.arrived[i] = 0;
+  bool has_large = false;
   Counts before = {0, 0};
   const int64_t batch = SequencesOf(p), parts = all ? 2 * batch + kSequencesOfNobody : batch;
   for (int64_t first = 0; first < parts; first += kThreads) {
@@ -252,6 +253,7 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
     const bool sees = seen.lo < seen.hi;
     const int first_step = sees ? seen.lo / step : 0, steps = sees ? (seen.hi - 1) / step + 1 - first_step : 1;
     const int64_t pairs = int64_t{part.q_used} * p.group_size, tiles = (pairs + kDecodeRows - 1) / kDecodeRows;
+    has_large |= pairs > kDecodeRows / kPartsOfShare && steps > 1;
     const int64_t units_of_tile = (p.batch_invariant ? 1 : steps) * p.num_kv_heads;
     Counts all_parts;
     const Counts mine = ExclusiveSum({tiles, tiles * units_of_tile}, &all_parts);
@@ -262,10 +264,14 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
     }
     before = {before.tiles + all_parts.tiles, before.units + all_parts.units};
   }
+  // Parts of a share have its room for partial results together, and none of them may be empty.
+  constexpr int kLeastUnitsInParts = 1 << (kPartsOfShare + 1);
+  has_large = __syncthreads_or(has_large);
   if (threadIdx.x == 0) {
     const int64_t units = before.units, shares = min(units, static_cast<int64_t>(most_shares));
-    *list.head = {static_cast<int>(before.tiles), static_cast<int>(shares), units, shares ? units / shares : 0,
-                  shares ? units % shares : 0};
+    const int64_t share_units = shares ? units / shares : 0, longer = shares ? units % shares : 0;
+    const int parts = !has_large && share_units >= kLeastUnitsInParts ? kPartsOfShare : 1;
+    *list.head = {static_cast<int>(before.tiles), static_cast<int>(shares), parts, 0, units, share_units, longer};
   }
 }
 
