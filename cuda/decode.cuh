@@ -1,7 +1,8 @@
 // The decode kernel of the portable family: see decode.h.
 //
 // K and V stream through a ring of stages in shared memory, a step of keys each. A tile of up to 16 rows is met by all four
-// warps, each with its own keys of the step, and their results are merged at the end; a larger tile gives 16 rows to each warp.
+// warps, each with its own keys of the step, and their results are merged at the end. Of a larger tile each warp has 32 rows
+// and half of the keys, so that a fragment of K or V serves two products; at head_dim 256 it has 16 rows and all keys.
 #pragma once
 
 #include "combine.cuh"
@@ -233,139 +234,188 @@ __device__ __forceinline__ void StoreDecodeRow(const FwdParams& p, const Step& s
   }
 }
 
-template <typename T, typename E, typename Config, bool kSplitKeys>
+// kRowWarps warps share the rows of a tile, kAtoms times 16 each; the others have the same rows and other keys of each step.
+template <typename T, typename E, typename Config, int kRowWarps, int kAtoms>
 __device__ __forceinline__ void ComputeSegment(const FwdParams& p, const Partials& partials, Stream<E, Config>& stream) {
   constexpr int kHeadDim = Config::kHeadDim, kKeys = Config::kKeys;
-  constexpr int kWarpKeys = kSplitKeys ? 16 : kKeys;  // that a warp meets in a step
+  constexpr int kKeyWarps = Config::kThreads / 32 / kRowWarps, kWarpRows = 16 * kAtoms;
+  constexpr int kWarpKeys = kKeys / kKeyWarps < 16 ? 16 : kKeys / kKeyWarps;  // that a warp meets in a step
+  constexpr int kKeysAtOnce = kAtoms * kHeadDim > 128 ? 16 : kWarpKeys;       // where the registers are full
   using Product = KvProduct<T, E, kHeadDim>;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int atom_row = kSplitKeys ? 0 : 16 * warp, first_key = kSplitKeys ? 16 * warp : 0, row0 = atom_row + lane / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, key_warp = warp / kRowWarps;
+  const int first_key = kWarpKeys * key_warp, first_row = kWarpRows * (warp % kRowWarps), row0 = first_row + lane / 4;
   const int rows = RowsOf(p, stream.Next().tile);
-  const bool active = atom_row < rows && first_key < kKeys;
+  const bool is_active = first_row < rows && first_key < kKeys;
+  auto row_of = [&](const Step& step, int a, int r) {
+    return DecodeRow(p, step.tile, step.kv_head, min(row0 + 16 * a + 8 * r, rows - 1));
+  };
 
-  // What a thread needs of its rows is on its way while the first step is.
+  // What is needed of q is on its way while the first step is.
   const Logits logits(p, stream.Next().kv_head * p.group_size);
-  uint32_t q[kHeadDim / 16][4];
-  KeyRange seen[2];
-  float slope[2];
-  int position[2];
+  uint32_t q[kAtoms][kHeadDim / 16][4];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Step& step = stream.Next();
+      const T* source = static_cast<const T*>(p.q) + row_of(step, a, r).Element(p, step.tile, p.head_dim);
+      const bool is_there = row0 + 16 * a + 8 * r < rows;
+#pragma unroll
+      for (int kk = 0; kk < kHeadDim / 16; ++kk)
+        Product::LoadQ(q[a][kk], source, kk, r, is_there, static_cast<int>(p.head_dim));
+    }
+  KeyRange seen_by_all;
+  {
     const Step& step = stream.Next();
-    const int row = row0 + 8 * r;
-    const DecodeRow where(p, step.tile, step.kv_head, min(row, rows - 1));
-    const T* source = static_cast<const T*>(p.q) + where.Element(p, step.tile, p.head_dim);
-#pragma unroll
-    for (int kk = 0; kk < kHeadDim / 16; ++kk) Product::LoadQ(q[kk], source, kk, r, row < rows, static_cast<int>(p.head_dim));
-    seen[r] = VisibleTo(p, step.tile, where.query);
-    slope[r] = where.Slope(p, step.tile);
-    position[r] = where.query + Shift(step.tile);
+    const auto query_of = [&](int row) { return DecodeRow(p, step.tile, 0, row).query; };
+    seen_by_all = {VisibleTo(p, step.tile, query_of(rows - 1)).lo, VisibleTo(p, step.tile, query_of(0)).hi};
   }
-  float acc_o[1][kHeadDim / 8][4] = {};
-  SoftmaxState state;
+  float acc_o[kAtoms][kHeadDim / 8][4] = {};
+  SoftmaxState state[kAtoms];
 
   for (bool is_last = false; !is_last;) {
     stream.Advance();
-    is_last = stream.Current().left == 0;
-    if (!active) continue;
+    const Step& step = stream.Current();
+    is_last = step.left == 0;
+    if (!is_active) continue;
 
     const uint32_t smem_k = ptx::SmemAddress(stream.Stage()), smem_v = smem_k + stream.kHalfBytes;
-    float acc_s[1][kWarpKeys / 8][4];
-    Product::Logits(acc_s, q, AddressB<Product::kColumns>(smem_k, first_key));
+    const uint32_t address_k = AddressB<Product::kColumns>(smem_k, first_key);
+    const uint32_t address_v = AddressA<Product::kColumns>(smem_v, first_key);
+#pragma unroll 1
+    for (int n0 = 0; n0 < kWarpKeys; n0 += kKeysAtOnce) {
+      float acc_s[kAtoms][kKeysAtOnce / 8][4];
+      Product::Logits(acc_s, q, address_k + n0 * (2 * Product::kColumns));
 
-    const int column = stream.Current().key0 + first_key + 2 * (lane % 4);
-    if (!logits.plain) {
-      ScaleLogits(acc_s[0], logits, p.softcap);
+      const int key0 = step.key0 + first_key + n0, column = key0 + 2 * (lane % 4);
+      if (!logits.plain) {
 #pragma unroll
-      for (int n = 0; n < kWarpKeys / 8; ++n)
+        for (int a = 0; a < kAtoms; ++a) {
+          ScaleLogits(acc_s[a], logits, p.softcap);
+          if (!p.alibi_slopes) continue;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int distance = position[e / 2] - (column + 8 * n + e % 2);
-          acc_s[0][n][e] = fmaf(-slope[e / 2], static_cast<float>(abs(distance)), acc_s[0][n][e]);
+          for (int r = 0; r < 2; ++r) {
+            const DecodeRow row = row_of(step, a, r);
+            const float slope = row.Slope(p, step.tile);
+            const int distance = row.query + Shift(step.tile) - column;
+#pragma unroll
+            for (int n = 0; n < kKeysAtOnce / 8; ++n)
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                float& x = acc_s[a][n][2 * r + c];
+                x = fmaf(-slope, static_cast<float>(abs(distance - 8 * n - c)), x);
+              }
+          }
         }
+      }
+      if (key0 < seen_by_all.lo || key0 + kKeysAtOnce > seen_by_all.hi) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const KeyRange seen = VisibleTo(p, step.tile, row_of(step, a, r).query);
+            const int lo = seen.lo - column, hi = seen.hi - column;
+#pragma unroll
+            for (int n = 0; n < kKeysAtOnce / 8; ++n)
+#pragma unroll
+              for (int c = 0; c < 2; ++c)
+                if (8 * n + c < lo || 8 * n + c >= hi) acc_s[a][n][2 * r + c] = -INFINITY;
+          }
+      }
+      float2 rescale[kAtoms];
+      bool grew = false;
+#pragma unroll
+      for (int a = 0; a < kAtoms; ++a) {
+        rescale[a] = UpdateMax(acc_s[a], state[a], logits.exponent_scale);
+        grew |= rescale[a].x != 1.f || rescale[a].y != 1.f;
+      }
+      if (__any_sync(~0u, grew)) {
+#pragma unroll
+        for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_o[a][d][e] *= e < 2 ? rescale[a].x : rescale[a].y;
+      }
+      Product::template Output<kKeysAtOnce / 16>(
+          acc_o,
+          [&](uint32_t (&fragment)[4], int a, int kk) {
+            Probabilities<T>(fragment, acc_s[a][2 * kk], acc_s[a][2 * kk + 1], state[a], logits.exponent_scale);
+          },
+          address_v + n0 * (2 * Product::kColumns));
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int lo = seen[r].lo - column, hi = seen[r].hi - column;
-      if (lo <= 0 && hi >= kWarpKeys) continue;
-#pragma unroll
-      for (int n = 0; n < kWarpKeys / 8; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (8 * n + c < lo || 8 * n + c >= hi) acc_s[0][n][2 * r + c] = -INFINITY;
-    }
-    const float2 rescale = UpdateMax(acc_s[0], state, logits.exponent_scale);
-    if (__any_sync(~0u, rescale.x != 1.f || rescale.y != 1.f)) {
-#pragma unroll
-      for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc_o[0][d][e] *= e < 2 ? rescale.x : rescale.y;
-    }
-    Product::template Output<kWarpKeys / 16>(
-        acc_o,
-        [&](uint32_t (&fragment)[4], int, int kk) {
-          Probabilities<T>(fragment, acc_s[0][2 * kk], acc_s[0][2 * kk + 1], state, logits.exponent_scale);
-        },
-        AddressA<Product::kColumns>(smem_v, first_key));
   }
 
   const Step& step = stream.Current();
-  float row_max[2], row_sum[2];
+  float row_max[kAtoms][2], row_sum[kAtoms][2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    row_sum[r] = QuadSum(state.row_sum[r]);
-    row_max[r] = row_sum[r] == 0.f ? -INFINITY : state.shift[r];
-  }
-  if constexpr (!kSplitKeys) {
+  for (int a = 0; a < kAtoms; ++a)
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (row0 + 8 * r < rows)
-        StoreDecodeRow<T, Product>(p, step, partials, row0 + 8 * r, row_max[r], row_sum[r], 0, kHeadDim / 8,
-                                   [&](int d) { return Product::Values(acc_o[0], r, d); });
+    for (int r = 0; r < 2; ++r) {
+      row_sum[a][r] = QuadSum(state[a].row_sum[r]);
+      row_max[a][r] = row_sum[a][r] == 0.f ? -INFINITY : state[a].shift[r];
+    }
+  if constexpr (kKeyWarps == 1) {
+#pragma unroll
+    for (int a = 0; a < kAtoms; ++a)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row0 + 16 * a + 8 * r;
+        if (row < rows)
+          StoreDecodeRow<T, Product>(p, step, partials, row, row_max[a][r], row_sum[a][r], 0, kHeadDim / 8,
+                                     [&](int d) { return Product::Values(acc_o[a], r, d); });
+      }
   } else {
-    // The warps meet where the last step's keys and values were: nobody reads these any more, and the next copy to there starts
-    // after the next barrier of the stream.
-    constexpr int kPieces = kKeys / 16, kRounds = sizeof(T) / sizeof(E);
-    constexpr int kColumns = kHeadDim / kRounds, kAtoms = kColumns / 8;  // of a round
-    static_assert(kPieces * 16 * kColumns * sizeof(float) <= stream.kStageBytes);
+    // Warps of the same rows meet where the last step's keys and values were: nobody reads these any more, and the next copy to
+    // there starts after the next barrier of the stream. Columns take turns, as many as there is room for.
+    constexpr int kPieces = kKeys / kWarpKeys, kRows = kRowWarps * kWarpRows;
+    constexpr int kRounds = kPieces * kRows * kHeadDim * sizeof(float) / stream.kStageBytes;
+    constexpr int kColumns = kHeadDim / kRounds, kColumnAtoms = kColumns / 8;  // of a round
+    static_assert(kColumnAtoms % kKeyWarps == 0 && kPieces * kRows * sizeof(float) <= sizeof(stream.shared.states));
     float* const pieces = reinterpret_cast<float*>(stream.Stage());
-    float2* const states = stream.shared.states;
+    float* const lse = reinterpret_cast<float*>(stream.shared.states);
     // Eight columns of four rows lie in different banks.
-    auto place = [&](int w, int row, int d) {
-      return &pieces[(16 * w + row) * kColumns + ((Product::Column(d) % kColumns) ^ (row % 4 * 8))];
+    auto place = [&](int piece, int row, int d) {
+      return &pieces[(piece * kRows + row) * kColumns + ((Product::Column(d) % kColumns) ^ (row * 8 % min(kColumns, 32)))];
     };
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
       __syncthreads();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = row0 + 8 * r;
-        if (row >= rows || !active) continue;
-        if (lane % 4 == 0) states[16 * warp + row] = {row_max[r], row_sum[r]};
+      for (int a = 0; a < kAtoms; ++a)
 #pragma unroll
-        for (int d = round * kAtoms; d < (round + 1) * kAtoms; ++d)
-          *reinterpret_cast<float2*>(place(warp, row, d)) = Product::Values(acc_o[0], r, d);
-      }
+        for (int r = 0; r < 2; ++r) {
+          const int row = row0 + 16 * a + 8 * r;
+          if (row >= rows || !is_active) continue;
+          const float scale = row_sum[a][r] == 0.f ? 0.f : 1.f / row_sum[a][r];
+          if (lane % 4 == 0)
+            lse[key_warp * kRows + row] = row_sum[a][r] == 0.f ? -INFINITY : row_max[a][r] + ptx::Log2(row_sum[a][r]);
+#pragma unroll
+          for (int d = round * kColumnAtoms; d < (round + 1) * kColumnAtoms; ++d) {
+            const float2 x = Product::Values(acc_o[a], r, d);
+            *reinterpret_cast<float2*>(place(key_warp, row, d)) = {x.x * scale, x.y * scale};
+          }
+        }
       __syncthreads();
-      // Each warp merges a quarter of the columns.
-      for (int row = row0; row < rows; row += 8) {
+      // Each merges some of the columns.
+      for (int row = row0; row < min(rows, first_row + kWarpRows); row += 8) {
         float top = -INFINITY, factor[kPieces], sum = 0.f;
 #pragma unroll
-        for (int w = 0; w < kPieces; ++w) top = fmaxf(top, states[16 * w + row].x);
+        for (int i = 0; i < kPieces; ++i) top = fmaxf(top, lse[i * kRows + row]);
 #pragma unroll
-        for (int w = 0; w < kPieces; ++w) {
-          const float2 of_warp = states[16 * w + row];
-          factor[w] = of_warp.y == 0.f ? 0.f : ptx::Exp2(of_warp.x - top);
-          sum = fmaf(of_warp.y, factor[w], sum);
+        for (int i = 0; i < kPieces; ++i) {
+          const float of_piece = lse[i * kRows + row];
+          factor[i] = of_piece == -INFINITY ? 0.f : ptx::Exp2(of_piece - top);
+          sum += factor[i];
         }
-        const int d_begin = round * kAtoms + warp * (kAtoms / 4);
-        StoreDecodeRow<T, Product>(p, step, partials, row, top, sum, d_begin, d_begin + kAtoms / 4, [&](int d) {
+        const int d_begin = round * kColumnAtoms + key_warp * (kColumnAtoms / kKeyWarps);
+        StoreDecodeRow<T, Product>(p, step, partials, row, top, sum, d_begin, d_begin + kColumnAtoms / kKeyWarps, [&](int d) {
           float2 x = {0.f, 0.f};
 #pragma unroll
-          for (int w = 0; w < kPieces; ++w) {
-            const float2 y = *reinterpret_cast<const float2*>(place(w, row, d));
-            x = {fmaf(y.x, factor[w], x.x), fmaf(y.y, factor[w], x.y)};
+          for (int i = 0; i < kPieces; ++i) {
+            const float2 y = *reinterpret_cast<const float2*>(place(i, row, d));
+            x = {fmaf(y.x, factor[i], x.x), fmaf(y.y, factor[i], x.y)};
           }
           return x;
         });
@@ -384,9 +434,9 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
   Stream<E, Config> stream(p, list, shared, smem, partials.rows);
   while (stream.Next().left != kNoStep) {
     if (RowsOf(p, stream.Next().tile) <= 16) {
-      ComputeSegment<T, E, Config, true>(p, partials, stream);
+      ComputeSegment<T, E, Config, 1, 1>(p, partials, stream);
     } else {
-      ComputeSegment<T, E, Config, false>(p, partials, stream);
+      ComputeSegment<T, E, Config, kDecodeRows / 16 / Config::kAtoms, Config::kAtoms>(p, partials, stream);
     }
     const Step& step = stream.Current();
     if (!step.IsWhole())
