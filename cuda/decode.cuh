@@ -165,7 +165,7 @@ struct Stream {
       units_per_head = entry.UnitsPerHead(p);
     }
     const int64_t within = cursor.unit - entry.first_unit;
-    const int kv_head = static_cast<int>(within / units_per_head);
+    const int kv_head = static_cast<int>(Quotient(within, units_per_head));
     const int first = static_cast<int>(within - static_cast<int64_t>(kv_head) * units_per_head);
     const int units = static_cast<int>(min(static_cast<int64_t>(units_per_head - first), cursor.end - cursor.unit));
     const bool is_whole = units == units_per_head;

@@ -16,14 +16,9 @@ __device__ __forceinline__ int64_t ShareBegin(const DecodeHead& head, int share)
 
 // The share that holds a unit.
 __device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
-  if (head.units <= INT_MAX) {  // 64-bit divisions take long
-    const uint32_t u = static_cast<uint32_t>(unit), size = static_cast<uint32_t>(head.share_units);
-    const uint32_t longer = static_cast<uint32_t>(head.longer), of_longer = longer * (size + 1);
-    return u < of_longer ? u / (size + 1) : longer + (u - of_longer) / size;
-  }
   const int64_t of_longer = head.longer * (head.share_units + 1);
-  return static_cast<int>(unit < of_longer ? unit / (head.share_units + 1)
-                                           : head.longer + (unit - of_longer) / head.share_units);
+  return static_cast<int>(unit < of_longer ? Quotient(unit, head.share_units + 1)
+                                           : head.longer + Quotient(unit - of_longer, head.share_units));
 }
 
 // Parts are numbered share by share. The first has all units of its share but an eighth; each of the others has half of what is
