@@ -1,4 +1,6 @@
-// The combine kernel: partial results of the decode kernel become rows of out and lse.
+// Partial results of the decode kernel become rows of out and lse: the last CTA that leaves one of a tile and kv head merges
+// all of them, in their order, so that the bits do not depend on who was last. More than kMergedAtOnce are merged in two
+// levels, by many CTAs at once.
 #pragma once
 
 #include "decode.h"
@@ -6,60 +8,128 @@
 
 namespace jax_varlen {
 
-// One CTA for a tile and kv head and some rows: where it lies in several shares, it merges their partial results. A warp has a
-// row at a time.
-constexpr int kCombineWarps = 4;
+constexpr int kMergedAtOnce = 16;
 
-template <typename T>
-__global__ __launch_bounds__(32 * kCombineWarps) void combine_kernel(const __grid_constant__ FwdParams p,
-                                                                     const __grid_constant__ DecodeList list,
-                                                                     const __grid_constant__ Partials partials) {
-  const DecodeHead head = *list.head;
-  const int lane = threadIdx.x % 32, t = blockIdx.x / static_cast<int>(p.num_kv_heads);
-  if (t >= head.count) return;
-  const int kv_head = blockIdx.x - t * static_cast<int>(p.num_kv_heads);
-  const DecodeTile& entry = list.tiles[t];
-  const Tile& tile = entry.tile;
-  const int rows = RowsOf(p, tile), row0 = blockIdx.y * kCombineWarps + threadIdx.x / 32;
-  if (row0 >= rows) return;
-  const int units_per_head = entry.UnitsPerHead(p);
-  const int64_t begin = entry.first_unit + static_cast<int64_t>(kv_head) * units_per_head;
-  const int first = ShareOf(head, begin), parts = ShareOf(head, begin + units_per_head - 1) - first + 1;
-  if (parts == 1) return;
-  const int columns = static_cast<int>(p.head_dim_v);
+// Whether this CTA is the last of `count` that come here. It then sees what all of them have written before.
+__device__ __forceinline__ bool IsLastToArrive(int* arrived, int count) {
+  __shared__ bool is_last;
+  __syncthreads();  // all threads have written
+  if (threadIdx.x == 0) is_last = ptx::AddAcquireRelease(arrived, 1) == count - 1;
+  __syncthreads();
+  return is_last;
+}
 
-  for (int row = row0; row < rows; row += gridDim.y * kCombineWarps) {
-    // The first part stands where its share ends, the others where theirs begin.
-    auto place = [&](int i) { return (2 * (first + i) + (i == 0)) * partials.rows + row; };
-    const DecodeRow where(p, tile, kv_head, row);
-    const float sink = where.Sink(p, tile);
-    float top = sink, sum = 0.f;
-    for (int i = lane; i < parts; i += 32) top = fmaxf(top, partials.lse[place(i)]);
-    for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    const float shift = top == -INFINITY ? 0.f : top;
-    for (int i = lane; i < parts; i += 32) sum += ptx::Exp2(partials.lse[place(i)] - shift);
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    sum += ptx::Exp2(sink - shift);
-    const float scale = sum == 0.f ? 0.f : 1.f / sum;
-    T* out = static_cast<T*>(p.out) + where.Element(p, tile, columns);
-    for (int column0 = 0; column0 < columns; column0 += 128) {
-      const int column = column0 + 4 * lane;
-      float4 acc = {0.f, 0.f, 0.f, 0.f};
-      for (int i0 = 0; i0 < parts; i0 += 32) {
-        const float mine = i0 + lane < parts ? ptx::Exp2(partials.lse[place(i0 + lane)] - shift) * scale : 0.f;
-#pragma unroll 4
-        for (int i = i0; i < min(parts, i0 + 32); ++i) {
-          const float weight = __shfl_sync(~0u, mine, i - i0);
-          if (column >= columns) continue;
-          const float4 x = *reinterpret_cast<const float4*>(partials.out + place(i) * columns + column);
-          acc = {fmaf(x.x, weight, acc.x), fmaf(x.y, weight, acc.y), fmaf(x.z, weight, acc.z), fmaf(x.w, weight, acc.w)};
-        }
-      }
-      if (column < columns)
-        *reinterpret_cast<uint2*>(out + column) = {ptx::Pack2<T>(acc.x, acc.y), ptx::Pack2<T>(acc.z, acc.w)};
+// Merges partial results slot(0) .. slot(count - 1) of a tile and kv head into out and lse, or, if not kFinal, into the first.
+// `states` has room for the rows of a tile.
+template <typename T, int kThreads, bool kFinal, typename Slot>
+__device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials,
+                                              int slot_rows, int count, Slot slot, float2* states) {
+  const int rows = RowsOf(p, tile), columns = static_cast<int>(p.head_dim_v);
+  auto place = [&](int i, int row) { return slot(i) * slot_rows + row; };
+  const auto sink_of = [&](int row) { return kFinal ? DecodeRow(p, tile, kv_head, row).Sink(p, tile) : -INFINITY; };
+
+  // The maximum and the sum of each row, all rows at once.
+  const int lanes = rows <= kThreads / 32 ? 32 : rows <= kThreads / 8 ? 8 : 2, lane = threadIdx.x % lanes;
+  static_assert(kThreads / 2 >= kDecodeRows);
+  const int my_row = min(static_cast<int>(threadIdx.x) / lanes, rows - 1);
+  const float sink = sink_of(my_row);
+  float top = sink, sum = 0.f;
+  for (int i = lane; i < count; i += lanes) top = fmaxf(top, __ldcg(partials.lse + place(i, my_row)));
+  for (int d = lanes / 2; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  const float shift = top == -INFINITY ? 0.f : top;
+  for (int i = lane; i < count; i += lanes) sum += ptx::Exp2(__ldcg(partials.lse + place(i, my_row)) - shift);
+  for (int d = lanes / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (lane == 0) states[my_row] = {shift, sum + ptx::Exp2(sink - shift)};
+  __syncthreads();
+
+  // An item is four columns of a row. Many loads are under way at once.
+  constexpr int kItems = 4, kParts = 6;
+  const int items_per_row = columns / 4, items = rows * items_per_row;
+  for (int item0 = threadIdx.x; item0 < items; item0 += kItems * kThreads) {
+    int row[kItems], column[kItems];
+    float4 acc[kItems];
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      const int item = min(item0 + k * kThreads, items - 1);
+      row[k] = item / items_per_row;
+      column[k] = 4 * (item - row[k] * items_per_row);
+      acc[k] = {0.f, 0.f, 0.f, 0.f};
     }
-    if (lane == 0) *where.Lse(p, tile) = sum == 0.f ? -INFINITY : (shift + ptx::Log2(sum)) * kLn2;
+    for (int i0 = 0; i0 < count; i0 += kParts) {
+      float4 x[kItems][kParts];
+      float lse[kItems][kParts];
+#pragma unroll
+      for (int k = 0; k < kItems; ++k)
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          const bool there = i0 + i < count && item0 + k * kThreads < items;
+          const int64_t from = there ? place(i0 + i, row[k]) : 0;
+          x[k][i] = {0.f, 0.f, 0.f, 0.f};
+          if (there) x[k][i] = __ldcg(reinterpret_cast<const float4*>(partials.out + from * columns + column[k]));
+          lse[k][i] = there ? __ldcg(partials.lse + from) : -INFINITY;
+        }
+#pragma unroll
+      for (int k = 0; k < kItems; ++k)
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          const float2 state = states[row[k]];
+          const float weight = ptx::Exp2(lse[k][i] - state.x);
+          acc[k].x = fmaf(x[k][i].x, weight, acc[k].x);
+          acc[k].y = fmaf(x[k][i].y, weight, acc[k].y);
+          acc[k].z = fmaf(x[k][i].z, weight, acc[k].z);
+          acc[k].w = fmaf(x[k][i].w, weight, acc[k].w);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) {
+      if (item0 + k * kThreads >= items) continue;
+      const float sum = states[row[k]].y, scale = sum == 0.f ? 0.f : 1.f / sum;
+      const float4 y = {acc[k].x * scale, acc[k].y * scale, acc[k].z * scale, acc[k].w * scale};
+      if constexpr (kFinal) {
+        T* out = static_cast<T*>(p.out) + DecodeRow(p, tile, kv_head, row[k]).Element(p, tile, columns) + column[k];
+        *reinterpret_cast<uint2*>(out) = {ptx::Pack2<T>(y.x, y.y), ptx::Pack2<T>(y.z, y.w)};
+      } else {
+        *reinterpret_cast<float4*>(partials.out + static_cast<int64_t>(place(0, row[k])) * columns + column[k]) = y;
+      }
+    }
   }
+  __syncthreads();  // the logarithms of the sums have been read
+  if (threadIdx.x < rows) {
+    const float2 state = states[threadIdx.x];
+    const float lse = state.y == 0.f ? -INFINITY : state.x + ptx::Log2(state.y);
+    if constexpr (kFinal) {
+      *DecodeRow(p, tile, kv_head, threadIdx.x).Lse(p, tile) = lse * kLn2;
+    } else {
+      partials.lse[place(0, threadIdx.x)] = lse;
+    }
+  }
+}
+
+// Called by all threads of the CTA that has left the partial result of part `mine` of a tile and kv head, which lies in parts
+// `first` to `last`.
+template <typename T, int kThreads>
+__device__ __forceinline__ void Combine(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials,
+                                        int slot_rows, int first, int last, int mine, float2* states) {
+  auto slot = [&](int part) { return SlotOf(part, part == first); };
+  int* const arrived = partials.arrived + slot(last);
+  const int first_group = first / kMergedAtOnce, groups = last / kMergedAtOnce - first_group + 1;
+  if (last - first < kMergedAtOnce) {
+    if (!IsLastToArrive(arrived, last - first + 1)) return;
+    MergePartials<T, kThreads, true>(
+        p, tile, kv_head, partials, slot_rows, last - first + 1, [&](int i) { return slot(first + i); }, states);
+    return;
+  }
+  const int group = mine / kMergedAtOnce, begin = max(first, group * kMergedAtOnce);
+  const int members = min(last + 1, (group + 1) * kMergedAtOnce) - begin;
+  if (members > 1) {  // else its first may be the last of all, whose counter is that of the groups
+    if (!IsLastToArrive(partials.arrived + slot(begin), members)) return;
+    MergePartials<T, kThreads, false>(
+        p, tile, kv_head, partials, slot_rows, members, [&](int i) { return slot(begin + i); }, states);
+  }
+  if (!IsLastToArrive(arrived, groups)) return;
+  MergePartials<T, kThreads, true>(
+      p, tile, kv_head, partials, slot_rows, groups, [&](int i) { return slot(max(first, (first_group + i) * kMergedAtOnce)); },
+      states);
 }
 
 }  // namespace jax_varlen

@@ -1,4 +1,4 @@
-// What the decode and the combine kernel know of a tile: its rows, and the shares that it lies in.
+// What the decode kernel knows of a tile: its rows, and the shares and parts that it lies in.
 #pragma once
 
 #include <climits>
@@ -16,14 +16,32 @@ __device__ __forceinline__ int64_t ShareBegin(const DecodeHead& head, int share)
 
 // The share that holds a unit.
 __device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
-  if (head.units <= INT_MAX) {  // 64-bit divisions take long
-    const uint32_t u = static_cast<uint32_t>(unit), size = static_cast<uint32_t>(head.share_units);
-    const uint32_t longer = static_cast<uint32_t>(head.longer), of_longer = longer * (size + 1);
-    return u < of_longer ? u / (size + 1) : longer + (u - of_longer) / size;
-  }
   const int64_t of_longer = head.longer * (head.share_units + 1);
-  return static_cast<int>(unit < of_longer ? unit / (head.share_units + 1)
-                                           : head.longer + (unit - of_longer) / head.share_units);
+  return static_cast<int>(unit < of_longer ? Quotient(unit, head.share_units + 1)
+                                           : head.longer + Quotient(unit - of_longer, head.share_units));
+}
+
+// Parts are numbered share by share. The first has all units of its share but an eighth; each of the others has half of what is
+// left, and the last the rest. Of 2^(kPartsOfShare + 1) units no part is empty.
+__device__ __forceinline__ int64_t PartBegin(const DecodeHead& head, int part) {
+  const int share = part / head.parts, i = part - share * head.parts;
+  const int64_t begin = ShareBegin(head, share), units = ShareBegin(head, share + 1) - begin;
+  return i == 0 ? begin : begin + units - (units >> (2 + i));
+}
+
+// The part that holds a unit.
+__device__ __forceinline__ int PartOf(const DecodeHead& head, int64_t unit) {
+  const int share = ShareOf(head, unit);
+  const int64_t end = ShareBegin(head, share + 1), units = end - ShareBegin(head, share);
+  int i = 0;
+  while (i + 1 < head.parts && end - unit <= units >> (3 + i)) ++i;
+  return share * head.parts + i;
+}
+
+// The place of the partial result of a part: that of a tile and head that begins in it and goes on elsewhere, or of one that
+// began elsewhere.
+__device__ __forceinline__ int SlotOf(int part, bool begins) {
+  return 2 * part + begins;
 }
 
 __device__ __forceinline__ int RowsOf(const FwdParams& p, const Tile& tile) {

@@ -13,8 +13,7 @@
 namespace jax_varlen {
 namespace {
 
-constexpr int kMinTile = 32;     // the least rows of a tile of any kernel, which bounds the number of tiles
-constexpr int kMaxShares = 384;  // CTAs of the decode kernel, whatever the device
+constexpr int kMinTile = 32;  // the least rows of a tile of any kernel, which bounds the number of tiles
 
 // What the device is, or one with less shared memory where JAX_VARLEN_CUDA_SMEM says so: a large device then runs the kernels
 // of a small one, for tests and comparison.
@@ -30,13 +29,13 @@ cudaError_t ThisDevice(Device* device) {
   return cudaSuccess;
 }
 
-// Rows of q that a tile of the decode kernel can have.
-int64_t MaxDecodeRows(const FwdParams& params) {
-  return std::min<int64_t>(kDecodeRows, params.total_q * params.group_size);
+// Rows of the partial results of a share: one of a full tile, or one for each part, whose tiles have fewer rows.
+int64_t PartialRows(const FwdParams& params) {
+  return std::min<int64_t>(kDecodeRows, kPartsOfShare * params.total_q * params.group_size);
 }
 
 int64_t DecodeListWords(const FwdParams& params) {
-  return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params));
+  return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params)) + kMaxArrived;
 }
 
 // The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set.
@@ -55,8 +54,9 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
   lists.decode = DecodeListIn(workspace + list_words);
   lists.most_shares = std::min(kMaxShares, kDecodeCtas * device.multiprocessors);
   Partials partials;
+  partials.arrived = lists.decode.arrived;
   partials.shares = lists.most_shares;
-  partials.rows = static_cast<int>(MaxDecodeRows(params));
+  partials.rows = static_cast<int>(PartialRows(params));
   partials.out = reinterpret_cast<float*>(workspace + list_words + DecodeListWords(params));
   partials.lse = partials.out + 2 * int64_t{partials.shares} * partials.rows * params.head_dim_v;
   cudaError_t error = IsForSm90(params, device) ? FwdSm90<dtype>(params, lists, device, stream)
@@ -75,7 +75,7 @@ int64_t WorkspaceWords(int64_t total, int64_t batch) {
 int64_t FwdWorkspaceWords(const FwdParams& params) {
   const int64_t words = WorkspaceWords(params.total_q, params.batch);
   if (params.block_size == 0) return words;
-  return words + DecodeListWords(params) + 2 * int64_t{kMaxShares} * MaxDecodeRows(params) * (params.head_dim_v + 1);
+  return words + DecodeListWords(params) + 2 * int64_t{kMaxShares} * PartialRows(params) * (params.head_dim_v + 1);
 }
 
 int64_t DqTiles(const FwdParams& params) {

@@ -9,6 +9,7 @@
 
 #include "device.h"
 #include "fwd_store.cuh"
+#include "launch.h"
 #include "paged.cuh"
 #include "params.h"
 #include "schedule.h"
@@ -73,7 +74,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
   // A paged tile is looked up one step before it is copied.
   auto look_up = [&](int n) {
     if constexpr (kPaged)
-      if (n >= n_begin) pool_rows[n % 2].LookUp(p, tile.sequence, n * kTileN, any);
+      if (n >= n_begin) pool_rows[n % 2].LookUp(p, tile.sequence, n * kTileN, any, threadIdx.x, Config::kThreads);
   };
   auto copy_packed = [&](uint32_t stage, const T* gmem, int64_t columns, int n) {
     const int64_t stride = p.num_kv_heads * columns;
@@ -209,6 +210,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_k
   extern __shared__ __align__(512) uint8_t smem[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
   __shared__ PoolRows<Config::kTileN> pool_rows[kPaged ? 2 : 1];
+  ptx::WaitForPrerequisites();
   // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
   const int64_t items = *list.count * p.num_heads;
   for (int64_t item = blockIdx.x; item < items; item = NextItem<kPaged>(list, item)) {
@@ -245,8 +247,8 @@ cudaError_t LaunchFwdSm80As(const FwdParams& params, const FwdWorkspace& workspa
   if (error) return error;
   const int64_t items = MaxTiles(params.total_q, params.batch, Config::kTileM) * params.num_heads;
   const int64_t most = kPaged ? device.multiprocessors * Config::kMinCtas : kMaxGrid;
-  kernel<<<static_cast<int>(items < most ? items : most), Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
-  return cudaGetLastError();
+  return LaunchDependent(kernel, static_cast<int>(items < most ? items : most), Config::kThreads, Config::kSmemBytes, stream,
+                         params, list);
 }
 
 template <typename T, bool kPaged>

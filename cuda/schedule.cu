@@ -4,6 +4,10 @@
 // Tiles of one sequence that cost the same are listed in the order of their rows; other ties fall in any order. Later keys
 // never cost more than earlier ones, so that tiles of keys of one sequence start in their order: the backward kernel waits for
 // those before it.
+//
+// The kernel that follows may start at once, as it waits for this one; this one starts when all before it has ended, so that
+// nothing but the list is missing then.
+#include "ptx.cuh"
 #include "schedule.h"
 #include "sequence.cuh"
 
@@ -207,12 +211,11 @@ __device__ __forceinline__ Counts InclusiveSumOverLanes(Counts x) {
   return x;
 }
 
-// The sum of x over all threads before this one, and over all of them.
+// The sum of x over all threads before this one, and over all of them. There must be a barrier between two calls.
 __device__ Counts ExclusiveSum(const Counts& x, Counts* total) {
   __shared__ Counts of_warps[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Counts end = InclusiveSumOverLanes(x);
-  __syncthreads();  // the sums of the last call have been read
   if (lane == 31) of_warps[warp] = end;
   __syncthreads();
   const Counts ends = InclusiveSumOverLanes(of_warps[lane]);
@@ -238,15 +241,21 @@ __device__ Tile DecodePart(const FwdParams& p, int64_t batch, bool all, int64_t 
 
 // A thread has one part at a time, and so all its tiles.
 __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shares, const DecodeList& list) {
+  for (int i = threadIdx.x; i < kMaxArrived; i += kThreads) list.arrived[i] = 0;
+  const auto parts_of = [&](int64_t batch) { return all ? 2 * batch + kSequencesOfNobody : batch; };
+  const auto load_part = [&](int64_t batch, int64_t i) { return i < parts_of(batch) ? DecodePart(p, batch, all, i) : Tile{}; };
+  Tile part = load_part(p.batch, threadIdx.x);  // on its way while all offsets are looked at
+  const int64_t batch = SequencesOf(p), parts = parts_of(batch);
+  if (batch != p.batch) part = load_part(batch, threadIdx.x);
+
+  bool has_large = false;
   Counts before = {0, 0};
-  const int64_t batch = SequencesOf(p), parts = all ? 2 * batch + kSequencesOfNobody : batch;
-  for (int64_t first = 0; first < parts; first += kThreads) {
-    const int64_t i = first + threadIdx.x;
-    const Tile part = i < parts ? DecodePart(p, batch, all, i) : Tile{};
+  for (int64_t first = 0; first < parts;) {
     const KeyRange seen = VisibleToAny(p, part, part.q_used);
     const bool sees = seen.lo < seen.hi;
     const int first_step = sees ? seen.lo / step : 0, steps = sees ? (seen.hi - 1) / step + 1 - first_step : 1;
     const int64_t pairs = int64_t{part.q_used} * p.group_size, tiles = (pairs + kDecodeRows - 1) / kDecodeRows;
+    has_large |= pairs > kDecodeRows / kPartsOfShare && steps > 1;
     const int64_t units_of_tile = (p.batch_invariant ? 1 : steps) * p.num_kv_heads;
     Counts all_parts;
     const Counts mine = ExclusiveSum({tiles, tiles * units_of_tile}, &all_parts);
@@ -256,17 +265,28 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
       list.tiles[before.tiles + mine.tiles + t] = entry;
     }
     before = {before.tiles + all_parts.tiles, before.units + all_parts.units};
+    first += kThreads;
+    if (first < parts) {
+      part = load_part(batch, first + threadIdx.x);
+      __syncthreads();  // the sums have been read
+    }
   }
+  // Parts of a share have its room for partial results together, and none of them may be empty.
+  constexpr int kLeastUnitsInParts = 1 << (kPartsOfShare + 1);
+  has_large = __syncthreads_or(has_large);
   if (threadIdx.x == 0) {
-    const int64_t units = before.units, shares = min(units, static_cast<int64_t>(most_shares));
-    *list.head = {static_cast<int>(before.tiles), static_cast<int>(shares), units, shares ? units / shares : 0,
-                  shares ? units % shares : 0};
+    const int64_t units = before.units;
+    const int shares = static_cast<int>(min(units, static_cast<int64_t>(most_shares)));
+    const int64_t share_units = shares ? Quotient(units, shares) : 0, longer = units - share_units * shares;
+    const int parts_of_share = !has_large && share_units >= kLeastUnitsInParts ? kPartsOfShare : 1;
+    *list.head = {static_cast<int>(before.tiles), shares, parts_of_share, 0, units, share_units, longer};
   }
 }
 
 __global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constant__ FwdParams p,
                                                             const __grid_constant__ Request request,
                                                             const __grid_constant__ WorkList list) {
+  ptx::LaunchDependents();
   ListLongestFirst(p, request, list);
 }
 
@@ -274,6 +294,7 @@ __global__ __launch_bounds__(kThreads) void paged_schedule_kernel(const __grid_c
                                                                   const __grid_constant__ Request request,
                                                                   const __grid_constant__ WorkList list, int step,
                                                                   int most_shares, const __grid_constant__ DecodeList decode) {
+  ptx::LaunchDependents();
   if (blockIdx.x == 0) {
     ListDecode(p, gridDim.x == 1, step, most_shares, decode);
   } else {

@@ -30,11 +30,13 @@ inline WorkList WorkListIn(int32_t* workspace) {
 constexpr int kDecodeRows = 64;  // of a tile of the decode kernel
 
 // What stands before the decode tiles. The steps of keys of all tiles and kv heads, `units` in all, are cut into shares of
-// share_units, the first `longer` of them one unit longer. Where a call is batch_invariant, a tile and kv head is one unit with
-// all its steps, and so is never divided.
+// share_units, the first `longer` of them one unit longer, and a share may be cut into parts: see PartBegin. Where a call is
+// batch_invariant, a tile and kv head is one unit with all its steps, and so is never divided.
 struct DecodeHead {
   int32_t count;   // of tiles
   int32_t shares;  // none without a tile
+  int32_t parts;   // of a share: 1 or kPartsOfShare
+  int32_t taken;   // how many parts CTAs have taken beyond the first of each share
   int64_t units;
   int64_t share_units;
   int64_t longer;
@@ -42,14 +44,20 @@ struct DecodeHead {
 
 struct DecodeList {
   DecodeHead* head;
+  int* arrived;  // kMaxArrived zeros: see Combine
   DecodeTile* tiles;
 };
+
+constexpr int kMaxShares = 384;  // CTAs of the decode kernel, whatever the device
+constexpr int kPartsOfShare = 4;
+constexpr int kMaxArrived = 2 * kMaxShares * kPartsOfShare;
 
 constexpr int kWordsPerDecodeTile = 12;
 
 // The head takes the room of a tile.
 inline DecodeList DecodeListIn(int32_t* workspace) {
-  return {reinterpret_cast<DecodeHead*>(workspace), reinterpret_cast<DecodeTile*>(workspace + kWordsPerDecodeTile)};
+  int32_t* const arrived = workspace + kWordsPerDecodeTile;
+  return {reinterpret_cast<DecodeHead*>(workspace), arrived, reinterpret_cast<DecodeTile*>(arrived + kMaxArrived)};
 }
 
 // Whether the decode kernel takes all sequences of a call: their rows are few however they lie, or it alone reads the pools.

@@ -38,6 +38,11 @@ struct KeyRange {
   int lo, hi;  // keys lo .. hi - 1; none where lo >= hi
 };
 
+// x / y of numbers that are not negative: 64-bit divisions take long.
+__device__ __forceinline__ int64_t Quotient(int64_t x, int64_t y) {
+  return x <= INT_MAX && y <= INT_MAX ? static_cast<uint32_t>(x) / static_cast<uint32_t>(y) : x / y;
+}
+
 __device__ __forceinline__ int Clamp(int64_t x, int64_t lo, int64_t hi) {
   return static_cast<int>(x < lo ? lo : x > hi ? hi : x);
 }
