@@ -9,7 +9,9 @@
 #include <numeric>
 
 #include "device.h"
+#include "launch.h"
 #include "params.h"
+#include "ptx.cuh"
 #include "ptx_sm90.cuh"
 #include "schedule.h"
 #include "sequence.cuh"
@@ -42,7 +44,7 @@ struct Sm90TileConfig {
   static constexpr int kSmemBytes = QStages * kTileQBytes + 2 * Stages * kTileKBytes + kTileAlignment;
 };
 
-using Sm90Tile64 = Sm90TileConfig<64, 128, 2, 4, 2>;
+using Sm90Tile64 = Sm90TileConfig<64, 112, 3, 4, 2>;
 using Sm90Tile96 = Sm90TileConfig<96, 128, 2, 2, 2>;
 using Sm90Tile128 = Sm90TileConfig<128, 128, 2, 2, 2>;
 using Sm90Tile192 = Sm90TileConfig<192, 112, 2, 2, 1>;
@@ -55,9 +57,13 @@ struct Sm90Maps {
 
 constexpr int kSm90Slots = 4;  // items that are known at a time
 
+// An item: a tile of q of one head, and the tiles of keys that it meets.
 struct Sm90Item {
   Tile tile;
-  int head;  // none where negative
+  int head;        // none where negative
+  KeyRange any;    // keys that any of its rows sees
+  KeyRange tiles;  // tiles of keys with such keys
+  KeyRange plain;  // those of them that all rows see whole
 };
 
 template <typename Config>
@@ -104,27 +110,53 @@ __device__ __forceinline__ uint64_t Descriptor(uint32_t smem, uint32_t leading) 
   return (smem & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 | kStride >> 4 << 32 | kSwizzle128 << 62;
 }
 
-// The tiles of keys that an item meets.
+// The item at a place of the list, which counts heads too: a tile of q for all heads behind each other. A sequence that is a
+// section of its own has its items in another order: some kv heads at a time, so that what is read stays in the L2 cache, all
+// their tiles from the last to the first, all query heads of a tile.
 template <typename Config>
-__device__ __forceinline__ KeyRange TilesOfKeys(const KeyRange& any) {
-  return any.lo < any.hi ? KeyRange{any.lo / Config::kTileN, (any.hi - 1) / Config::kTileN + 1} : KeyRange{0, 0};
+__device__ __forceinline__ Sm90Item ItemAt(const FwdParams& p, const WorkList& list, uint32_t section_keys, uint32_t place) {
+  const uint32_t heads = static_cast<uint32_t>(p.num_heads), entry = place / heads;
+  Sm90Item item;
+  item.tile = list.tiles[entry];
+  item.head = static_cast<int>(place % heads);
+  Tile& tile = item.tile;
+  if (section_keys > 0 && tile.k_used > section_keys) {
+    const uint32_t tiles = (tile.q_owned + Config::kTileM - 1) / Config::kTileM, first = entry - tile.row / Config::kTileM;
+    const uint32_t kv_heads = static_cast<uint32_t>(p.num_kv_heads), group = p.group_size, within = place - first * heads;
+    const uint32_t heads_at_a_time = group * max(1u, static_cast<uint32_t>(section_keys * uint64_t{kv_heads} / tile.k_used));
+    const uint32_t pass = within / (tiles * heads_at_a_time), rest = within - pass * tiles * heads_at_a_time;
+    const uint32_t of_pass = min(heads_at_a_time, heads - pass * heads_at_a_time), i = rest / of_pass;
+    tile.row = (tiles - 1 - i) * Config::kTileM;
+    item.head = pass * heads_at_a_time + rest - i * of_pass;
+  }
+  constexpr int kN = Config::kTileN;
+  const KeyRange any = VisibleToAny(p, tile, Config::kTileM), all = VisibleToAll(p, tile, Config::kTileM);
+  item.any = any;
+  item.tiles = any.lo < any.hi ? KeyRange{any.lo / kN, (any.hi - 1) / kN + 1} : KeyRange{0, 0};
+  item.plain = {(all.lo + kN - 1) / kN, all.hi / kN};
+  return item;
 }
 
 // One thread. The atomic for an item is under way while the tile of the one before is read.
+template <typename Config>
 __device__ __forceinline__ void FetchItems(const FwdParams& p, const WorkList& list, uint64_t (&full)[kSm90Slots],
                                            uint64_t (&empty)[kSm90Slots], Sm90Item* slots) {
-  const uint32_t heads = static_cast<uint32_t>(p.num_heads), items = *list.count * heads;
+  const uint32_t items = *list.count * static_cast<uint32_t>(p.num_heads), section_keys = *list.section_keys;
   RingPlace<kSm90Slots> slot;
-  for (uint32_t item = blockIdx.x;; slot.Advance()) {
-    const bool there = item < items;
+  for (uint32_t place = blockIdx.x;; slot.Advance()) {
     const uint32_t next = gridDim.x + static_cast<uint32_t>(atomicAdd(list.taken, 1ull));
-    Tile tile{};
-    if (there) tile = list.tiles[item / heads];
+    const bool there = place < items;
+    Sm90Item item;
+    if (there) item = ItemAt<Config>(p, list, section_keys, place);
     WaitEmpty(empty, slot);
-    slots[slot.index] = {tile, there ? static_cast<int>(item % heads) : -1};
+    if (there) {
+      slots[slot.index] = item;
+    } else {
+      slots[slot.index].head = -1;
+    }
     ptx::Arrive(ptx::SmemAddress(&full[slot.index]));
     if (!there) return;
-    item = next;
+    place = next;
   }
 }
 
@@ -140,12 +172,13 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
   RingPlace<kStages> stage;
   for (;; slot.Advance()) {
     WaitFull(barriers.item_full, slot);
-    const int head = slots[slot.index].head;
-    const Tile tile = slots[slot.index].tile;
+    const Sm90Item& item = slots[slot.index];
+    const int head = item.head, q_row = item.tile.q_begin + item.tile.row, k_begin = item.tile.k_begin;
+    const int64_t table_row = item.tile.sequence * p.max_blocks;
+    const KeyRange any = item.any, tiles = item.tiles;
     __syncwarp();
     if (lane == 0) ptx::Arrive(ptx::SmemAddress(&barriers.item_empty[slot.index]));
     if (head < 0) return;
-    const KeyRange any = VisibleToAny(p, tile, Config::kTileM), tiles = TilesOfKeys<Config>(any);
     if (tiles.lo >= tiles.hi) continue;
     const int kv_head = head / p.group_size;
 
@@ -156,7 +189,7 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
     if (lane < Config::kGroups * kBoxes) {
       const int group = lane / kBoxes, box = lane % kBoxes;
       ptx::CopyBox3(smem + q_stage.index * Config::kTileQBytes + group * Config::kGroupQBytes + box * 64 * Config::kRowBytes,
-                    &maps.q, q_full, box * kBoxColumns, head, tile.q_begin + tile.row + 64 * group);
+                    &maps.q, q_full, box * kBoxColumns, head, q_row + 64 * group);
     }
     q_stage.Advance();
 
@@ -170,7 +203,7 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
         if constexpr (!kPaged) {
           if (lane < kBoxes)
             ptx::CopyBox3(to + lane * kTileN * Config::kRowBytes, map, barrier, lane * kBoxColumns, kv_head,
-                          tile.k_begin + n * kTileN);
+                          k_begin + n * kTileN);
         } else {
           // Boxes of rows of one block. Entries of keys that are not seen are not read, and a box outside the pool is zeros.
           const int rows = maps.rows_k;
@@ -178,7 +211,7 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
             const int box = i % kBoxes, row = i / kBoxes * rows, key = n * kTileN + row;
             const uint32_t block_size = static_cast<uint32_t>(p.block_size), column = static_cast<uint32_t>(key) / block_size;
             int id = -1;
-            if (key < any.hi && key + rows > any.lo) id = p.block_table[tile.sequence * p.max_blocks + column];
+            if (key < any.hi && key + rows > any.lo) id = p.block_table[table_row + column];
             const bool valid = static_cast<uint32_t>(id) < static_cast<uint32_t>(p.num_blocks);
             const int pool_row = id * static_cast<int>(block_size) + static_cast<int>(key - column * block_size);
             ptx::CopyBox3(to + (box * kTileN + row) * Config::kRowBytes, map, barrier, box * kBoxColumns, kv_head,
@@ -192,24 +225,28 @@ __device__ __forceinline__ void Copy(const FwdParams& p, const Sm90Maps& maps, u
   }
 }
 
-// Takes the maxima of a tile of logits into the state, as UpdateMax does, but leaves a row's shift where it is until a logit is
-// kSlack powers of two above it: probabilities are then above 1, which harms neither their sums nor the relative error of their
-// rounding, and the output is seldom rescaled.
+// The running state of a thread's two rows, in the exponent's units.
+struct RowState {
+  float shift[2] = {-INFINITY, -INFINITY};  // what probabilities are relative to; -inf until a row has seen a key
+  float row_sum[2] = {0.f, 0.f};            // of this thread's columns alone
+};
+
+// Takes the maxima of a tile of logits into the state. A shift stays where it is until a logit is kSlack powers of two above
+// it: probabilities are then above 1, which harms neither their sums nor the relative error of their rounding, and the output
+// is seldom rescaled. Returns what the sums so far are to be multiplied by.
 template <int kN>
-__device__ __forceinline__ float2 UpdateShift(const float (&acc_s)[kN][4], SoftmaxState& state, float exponent_scale) {
+__device__ __forceinline__ float2 UpdateShift(const float (&acc_s)[kN][4], RowState& state, float exponent_scale) {
   constexpr float kSlack = 8.f;
   float rescale[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float top[2] = {-INFINITY, -INFINITY};
+    float top[2] = {fmaxf(acc_s[0][2 * r], acc_s[0][2 * r + 1]), fmaxf(acc_s[1][2 * r], acc_s[1][2 * r + 1])};
 #pragma unroll
-    for (int n = 0; n < kN; ++n) top[n % 2] = fmaxf(top[n % 2], fmaxf(acc_s[n][2 * r], acc_s[n][2 * r + 1]));
-    const float row_max = QuadMax(fmaxf(top[0], top[1]));
-    const float shift = __fmul_rn(row_max, exponent_scale), old = state.row_max[r] == -INFINITY ? -INFINITY : state.shift[r];
-    const bool moves = shift - kSlack > old;
-    rescale[r] = moves ? ptx::Exp2(old - shift) : 1.f;
-    state.row_max[r] = moves ? row_max : state.row_max[r];
-    state.shift[r] = moves ? shift : old == -INFINITY ? 0.f : old;
+    for (int n = 2; n < kN; ++n) top[n % 2] = fmaxf(top[n % 2], fmaxf(acc_s[n][2 * r], acc_s[n][2 * r + 1]));
+    const float shift = __fmul_rn(QuadMax(fmaxf(top[0], top[1])), exponent_scale);
+    const bool moves = shift - kSlack > state.shift[r];
+    rescale[r] = moves ? ptx::Exp2(state.shift[r] - shift) : 1.f;
+    if (moves) state.shift[r] = shift;
     state.row_sum[r] *= rescale[r];
   }
   return {rescale[0], rescale[1]};
@@ -217,13 +254,14 @@ __device__ __forceinline__ float2 UpdateShift(const float (&acc_s)[kN][4], Softm
 
 // In place: the probabilities of a tile, not normalised and not rounded, and their sums.
 template <int kN>
-__device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], SoftmaxState& state, float exponent_scale) {
-  float sums[4] = {};
+__device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], RowState& state, float exponent_scale) {
+  float sums[4] = {}, shift[2];
+  for (int r = 0; r < 2; ++r) shift[r] = state.shift[r] == -INFINITY ? 0.f : state.shift[r];
 #pragma unroll
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      acc_s[n][e] = ptx::Exp2(fmaf(acc_s[n][e], exponent_scale, -state.shift[e / 2]));
+      acc_s[n][e] = ptx::Exp2(fmaf(acc_s[n][e], exponent_scale, -shift[e / 2]));
       sums[e] += acc_s[n][e];
     }
   state.row_sum[0] += sums[0] + sums[1];
@@ -267,13 +305,13 @@ __device__ __forceinline__ void TransposeQuad(uint32_t (&words)[4]) {
 
 // Stores a thread's part of 16 rows of out and lse, from `row0` of the sequence on.
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void StoreRows16(const float (&acc_o)[kHeadDim / 8][4], const SoftmaxState& state,
-                                            const Logits& logits, const FwdParams& p, const Tile& tile, int head, int row0) {
+__device__ __forceinline__ void StoreRows16(const float (&acc_o)[kHeadDim / 8][4], const RowState& state, const FwdParams& p,
+                                            const Tile& tile, int head, int row0) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = row0 + lane / 4 + 8 * r;
-    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
+    RowResult result = FinishRow(state.shift[r], state.row_sum[r], p.sinks ? p.sinks + head : nullptr);
     if (row >= tile.q_used) result = {0.f, -INFINITY};
     if (p.v_scale) result.out_scale *= p.v_scale[head / p.group_size];
     const bool owned = row < tile.q_owned;
@@ -307,11 +345,15 @@ __device__ __forceinline__ void StoreNothing(const FwdParams& p, const Tile& til
   }
 }
 
-// What a warpgroup knows of an item with keys.
+// What a warpgroup keeps of an item with keys.
 struct Sm90Work {
   int slot;
-  KeyRange any, all, tiles;
+  int first;       // tile of keys
+  KeyRange plain;  // see Sm90Item
 };
+
+// What a warpgroup does for an item: it stands by where none of its rows counts, so that the others have the multiprocessor.
+enum class Sm90Role { kNone, kWorks, kStandsBy };
 
 template <typename T, typename Config>
 __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90Barriers<Config>& barriers,
@@ -331,24 +373,19 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
 
   float acc_s[kTileN / 8][4], acc_o[kHeadDim / 8][4];
   uint32_t probabilities[kTileN / 16][4];
-  SoftmaxState state;
+  RowState state;
 
-  // The next item that sees a key, when its q is there; those that see none are ended here. False at the end.
-  const auto next_work = [&](Sm90Work& work) {
+  // Looks at the next item that sees a key; those that see none are ended here.
+  const auto look = [&](Sm90Work& work) {
     for (;; slot.Advance()) {
       WaitFull(barriers.item_full, slot);
-      const Tile& tile = slots[slot.index].tile;
-      const int head = slots[slot.index].head;
-      if (head < 0) return false;
-      work.any = VisibleToAny(p, tile, Config::kTileM);
-      work.tiles = TilesOfKeys<Config>(work.any);
-      if (work.tiles.lo < work.tiles.hi) {
-        work.all = VisibleToAll(p, tile, Config::kTileM);
-        work.slot = slot.index;
-        slot.Advance();
-        return true;
+      const Sm90Item& item = slots[slot.index];
+      if (item.head < 0) return Sm90Role::kNone;
+      if (item.tiles.lo < item.tiles.hi) {
+        work = {slot.index, item.tiles.lo, item.plain};
+        return item.tile.row + 64 * group < item.tile.q_used ? Sm90Role::kWorks : Sm90Role::kStandsBy;
       }
-      StoreNothing<T>(p, tile, head, tile.row + first_row);
+      StoreNothing<T>(p, item.tile, item.head, item.tile.row + first_row);
       release(barriers.item_empty[slot.index]);
     }
   };
@@ -378,9 +415,8 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
           add || kk > 0);
     ptx::CommitProducts();
   };
-  // Ends the product of begin_logits; `last` says that q of the item has met all of its keys.
+  // A tile of K has been met; `last` says that q of the item has met all of them.
   const auto end_logits = [&](bool last) {
-    ptx::Pin(acc_s);
     release(barriers.k_empty[k_stage.index]);
     k_stage.Advance();
     if (!last) return;
@@ -389,13 +425,15 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
   };
   // From logits to probabilities, in place; returns what the output so far is to be multiplied by.
   const auto softmax = [&](const Sm90Work& work, const Logits& logits, int n) {
-    const Tile& tile = slots[work.slot].tile;
-    const int key0 = n * kTileN, row = tile.row + first_row + lane / 4;
     if (!logits.plain) {
+      const Tile& tile = slots[work.slot].tile;
       ScaleLogits(acc_s, logits, p.softcap);
-      AddAlibi(acc_s, logits, row + Shift(tile) - key0);
+      AddAlibi(acc_s, logits, tile.row + first_row + lane / 4 + Shift(tile) - n * kTileN);
     }
-    if (key0 < work.all.lo || key0 + kTileN > work.all.hi) MaskLogits(acc_s, p, tile, row, key0);
+    if (n < work.plain.lo || n >= work.plain.hi) {
+      const Tile& tile = slots[work.slot].tile;
+      MaskLogits(acc_s, p, tile, tile.row + first_row + lane / 4, n * kTileN);
+    }
     const float2 rescale = UpdateShift(acc_s, state, logits.exponent_scale);
     Exponentials(acc_s, state, logits.exponent_scale);
     return rescale;
@@ -408,87 +446,118 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
         probabilities[kk][e] = ptx::Pack2<T>(acc_s[2 * kk + e / 2][2 * (e % 2)], acc_s[2 * kk + e / 2][2 * (e % 2) + 1]);
   };
 
-  if (group == Config::kGroups - 1) pass_turn();
-  Sm90Work work;
-  if (!next_work(work)) return;
-  Logits logits(p, slots[work.slot].tile, slots[work.slot].head);
-  int n = work.tiles.hi - 1;
-  WaitFull(barriers.q_full, q_stage);
-  WaitFull(barriers.k_full, k_stage);
-  take_turn();
-  begin_logits();
-  pass_turn();
-  ptx::WaitProducts<0>();
-  end_logits(n == work.tiles.lo);
-  softmax(work, logits, n);
-  round();
-  // Waits for V of tile n, without the rows that nobody of the item sees.
-  const auto await_values = [&] {
+  // Takes the rows that nobody of the item sees out of V of tile n, if there are any.
+  const auto clear_values = [&](const Sm90Work& work, int n) {
+    if (n >= work.plain.lo && n < work.plain.hi) return;
+    const KeyRange any = slots[work.slot].any;
+    const int lo = any.lo - n * kTileN, hi = any.hi - n * kTileN;
+    if (lo <= 0 && hi >= kTileN) return;
     WaitFull(barriers.v_full, v_stage);
-    const int lo = work.any.lo - n * kTileN, hi = work.any.hi - n * kTileN;
-    if (lo > 0 || hi < kTileN) ClearRows<Config>(smem_v + v_stage.index * Config::kTileKBytes, lo, hi);
+    ClearRows<Config>(smem_v + v_stage.index * Config::kTileKBytes, lo, hi);
+  };
+  const auto end_values = [&] {
+    release(barriers.v_empty[v_stage.index]);
+    v_stage.Advance();
   };
   const auto end_output = [&] {
     ptx::WaitProducts<0>();
     ptx::Pin(acc_o);
-    release(barriers.v_empty[v_stage.index]);
-    v_stage.Advance();
+    end_values();
   };
-  const auto store = [&](const SoftmaxState& state, const Logits& logits) {
+  const auto store = [&](const Sm90Work& work, const RowState& state) {
     const Sm90Item& item = slots[work.slot];
-    StoreRows16<T, kHeadDim>(acc_o, state, logits, p, item.tile, item.head, item.tile.row + first_row);
+    StoreRows16<T, kHeadDim>(acc_o, state, p, item.tile, item.head, item.tile.row + first_row);
     release(barriers.item_empty[work.slot]);
   };
+
+  if (group == Config::kGroups - 1) pass_turn();
   for (;;) {
-    // Here are the probabilities of tile n of the item; its output so far is in acc_o, if there is any.
-    const bool ends = n == work.tiles.lo;
-    Sm90Work next = work;
-    int next_n = n - 1;
-    if (ends) {
-      if (!next_work(next)) break;
-      next_n = next.tiles.hi - 1;
-      WaitFull(barriers.q_full, q_stage);
+    // Here the warpgroup has nothing under way.
+    Sm90Work work;
+    const Sm90Role role = look(work);
+    if (role == Sm90Role::kNone) return;
+    slot.Advance();
+    int n = slots[work.slot].tiles.hi - 1;
+    bool adds = false;  // whether acc_o has something of the item
+    WaitFull(barriers.q_full, q_stage);
+    if (role == Sm90Role::kStandsBy) {
+      for (; n >= work.first; --n) {
+        WaitFull(barriers.k_full, k_stage);
+        take_turn();
+        pass_turn();
+        end_logits(n == work.first);
+        clear_values(work, n);
+        WaitFull(barriers.v_full, v_stage);
+        end_values();
+      }
+      const Sm90Item& item = slots[work.slot];
+      StoreNothing<T>(p, item.tile, item.head, item.tile.row + first_row);
+      release(barriers.item_empty[work.slot]);
+      continue;
     }
+    Logits logits(p, slots[work.slot].tile, slots[work.slot].head);
+    state = RowState();
     WaitFull(barriers.k_full, k_stage);
-    await_values();
     take_turn();
     begin_logits();
-    begin_output(n < work.tiles.hi - 1);
     pass_turn();
-    ptx::WaitProducts<1>();
-    end_logits(next_n == next.tiles.lo);
-    const SoftmaxState ended = state;
-    const Logits ended_logits = logits;
-    if (ends) {
-      state = SoftmaxState();
-      logits = Logits(p, slots[next.slot].tile, slots[next.slot].head);
-    }
-    const float2 rescale = softmax(next, logits, next_n);
-    // The sums take part in the vote, though they are never negative: else the compiler moves what they are made of, the whole
-    // softmax, behind the wait for the product that it is to overlap.
-    const bool rescales = rescale.x != 1.f || rescale.y != 1.f || state.row_sum[0] + state.row_sum[1] < 0.f;
-    if (__any_sync(~0u, rescales)) {
-      end_output();
-      if (!ends) {
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; ++d)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
-      }
-    } else {
-      end_output();
-    }
-    if (ends) store(ended, ended_logits);
+    ptx::WaitProducts<0>();
+    ptx::Pin(acc_s);
+    end_logits(n == work.first);
+    softmax(work, logits, n);
     round();
-    work = next;
-    n = next_n;
+    for (;;) {
+      // Here are the probabilities of tile n of the item; its output so far is in acc_o, if there is any.
+      const bool ends = n == work.first;
+      clear_values(work, n);
+      Sm90Work next = work;
+      int next_n = n - 1;
+      if (ends) {
+        if (look(next) != Sm90Role::kWorks) break;
+        slot.Advance();
+        next_n = slots[next.slot].tiles.hi - 1;
+        WaitFull(barriers.q_full, q_stage);
+      }
+      WaitFull(barriers.k_full, k_stage);
+      take_turn();
+      begin_logits();
+      WaitFull(barriers.v_full, v_stage);
+      begin_output(adds);
+      pass_turn();
+      ptx::WaitProducts<1>();
+      ptx::Pin(acc_s);
+      end_logits(next_n == next.first);
+      const RowState ended = state;
+      if (ends) {
+        state = RowState();
+        logits = Logits(p, slots[next.slot].tile, slots[next.slot].head);
+      }
+      const float2 rescale = softmax(next, logits, next_n);
+      // The sums take part in the vote, though they are never negative: else the compiler moves what they are made of, the
+      // whole softmax, behind the wait for the product that it is to overlap.
+      const bool rescales = rescale.x != 1.f || rescale.y != 1.f || state.row_sum[0] + state.row_sum[1] < 0.f;
+      if (__any_sync(~0u, rescales)) {
+        end_output();
+        if (!ends) {
+#pragma unroll
+          for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_o[d][e] *= e < 2 ? rescale.x : rescale.y;
+        }
+      } else {
+        end_output();
+      }
+      if (ends) store(work, ended);
+      round();
+      work = next;
+      n = next_n;
+      adds = !ends;
+    }
+    WaitFull(barriers.v_full, v_stage);
+    begin_output(adds);
+    end_output();
+    store(work, state);
   }
-  await_values();
-  take_turn();
-  begin_output(n < work.tiles.hi - 1);
-  pass_turn();
-  end_output();
-  store(state, logits);
 }
 
 template <typename T, typename Config, bool kPaged>
@@ -515,26 +584,34 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
     ptx::FenceBarrierInit();
   }
   __syncthreads();
+  ptx::WaitForPrerequisites();
   if (threadIdx.x < 128) {
     ptx::LowerRegisters<Config::kProducerRegisters>();
     if (threadIdx.x < 32) Copy<Config, kPaged>(p, maps, smem, barriers, slots);
-    if (threadIdx.x == 32) FetchItems(p, list, barriers.item_full, barriers.item_empty, slots);
+    if (threadIdx.x == 32) FetchItems<Config>(p, list, barriers.item_full, barriers.item_empty, slots);
   } else {
     ptx::RaiseRegisters<Config::kConsumerRegisters>();
     Consume<T, Config>(p, smem, barriers, slots);
   }
 }
 
+// How many keys of all kv heads lie in the L2 cache beside all else; 0 if all keys of the call do.
+inline int SectionKeys(const FwdParams& params) {
+  constexpr int64_t kBytes = 16 << 20;
+  const int64_t keys = kBytes / (2 * params.num_kv_heads * (params.head_dim + params.head_dim_v));
+  return params.total_k > keys ? static_cast<int>(keys > 0 ? keys : 1) : 0;
+}
+
 template <typename T, typename Config, bool kPaged>
 cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   const WorkList& list = workspace.list;
+  const Request request = {TilesOf::kQueries, Config::kTileM, Config::kTileN, SectionKeys(params)};
   cudaError_t error;
   if constexpr (kPaged) {
-    error = LaunchPagedSchedule(params, Config::kTileM, Config::kTileN, list, DecodeStep(params), workspace.most_shares,
-                                workspace.decode, stream);
+    error = LaunchPagedSchedule(params, request, list, DecodeStep(params), workspace.most_shares, workspace.decode, stream);
     if (error || IsAllDecode(params)) return error;
   } else {
-    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
+    error = LaunchSchedule(params, request, list, stream);
   }
   if (error) return error;
   Sm90Maps maps;
@@ -548,8 +625,7 @@ cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspa
   const auto kernel = fwd_sm90_kernel<T, Config, kPaged>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
   if (error) return error;
-  kernel<<<device.multiprocessors, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, maps);
-  return cudaGetLastError();
+  return LaunchDependent(kernel, device.multiprocessors, Config::kThreads, Config::kSmemBytes, stream, params, list, maps);
 }
 
 template <typename T, bool kPaged>

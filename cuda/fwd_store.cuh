@@ -19,7 +19,8 @@ __device__ __forceinline__ void StoreAtom(const float (&acc_o)[kHeadDim / 8][4],
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int atom_row = lane / 4 + 8 * r, row = row0 + atom_row;
-    RowResult result = FinishRow(state, r, logits, p.sinks ? p.sinks + head : nullptr);
+    RowResult result =
+        FinishRow(state.row_max[r] * logits.exponent_scale, state.row_sum[r], p.sinks ? p.sinks + head : nullptr);
     if (row >= tile.q_used) result = {0.f, -INFINITY};
     if (p.v_scale) result.out_scale *= p.v_scale[head / p.group_size];
     if (lane % 4 == 0 && row < tile.q_owned) p.lse[head * p.total_q + tile.q_begin + row] = result.lse;

@@ -149,21 +149,21 @@ struct RowResult {
   float lse;
 };
 
-// Ends row r of the state. The sink is one more term of the denominator.
-__device__ __forceinline__ RowResult FinishRow(const SoftmaxState& state, int r, const Logits& logits, const float* sink) {
-  float row_max = state.row_max[r] * logits.exponent_scale;  // in units of log 2, like everything below
-  float row_sum = QuadSum(state.row_sum[r]);
+// Ends a row. Its sum over the quad's columns is relative to `shift`, in units of log 2; the sink is one more term of the
+// denominator.
+__device__ __forceinline__ RowResult FinishRow(float shift, float row_sum, const float* sink) {
+  row_sum = QuadSum(row_sum);
   float out_scale = 1.f;
   if (sink) {
     const float sink_log2 = *sink * kLog2e;
-    const float with_sink = fmaxf(row_max, sink_log2);
+    const float with_sink = fmaxf(shift, sink_log2);
     if (with_sink == -INFINITY) return {0.f, -INFINITY};
-    out_scale = ptx::Exp2(row_max - with_sink);
+    out_scale = ptx::Exp2(shift - with_sink);
     row_sum = fmaf(row_sum, out_scale, ptx::Exp2(sink_log2 - with_sink));
-    row_max = with_sink;
+    shift = with_sink;
   }
   if (row_sum == 0.f) return {0.f, -INFINITY};
-  return {out_scale * ptx::Reciprocal(row_sum), (row_max + ptx::Log2(row_sum)) * kLn2};
+  return {out_scale * ptx::Reciprocal(row_sum), (shift + ptx::Log2(row_sum)) * kLn2};
 }
 
 }  // namespace jax_varlen
