@@ -356,7 +356,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm80_kernel(const __g
 template <typename T, typename Config>
 cudaError_t LaunchBwdSm80As(const BwdParams& params, const WorkList& list, const Turns& turns, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
-  if (cudaError_t error = LaunchSchedule(params.fwd, {TilesOf::kKeys, Config::kTileN, Config::kTileM, 0}, list, stream))
+  if (cudaError_t error = LaunchSchedule(params.fwd, TilesOf::kKeys, Config::kTileN, Config::kTileM, list, stream))
     return error;
   const auto kernel = bwd_sm80_kernel<T, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))

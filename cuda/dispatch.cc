@@ -47,7 +47,7 @@ bool IsForSm90(const FwdParams& params, const Device& device) {
 template <DType dtype>
 cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& device, cudaStream_t stream) {
   const int64_t list_words = WorkspaceWords(params.total_q, params.batch);
-  FwdWorkspace lists = {WorkListIn(workspace, params.batch), {}, 0};
+  FwdWorkspace lists = {WorkListIn(workspace), {}, 0};
   if (params.block_size == 0)
     return IsForSm90(params, device) ? FwdSm90<dtype>(params, lists, device, stream)
                                      : FwdSm80<dtype, false>(params, lists, device, stream);
@@ -69,7 +69,7 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
 }  // namespace
 
 int64_t WorkspaceWords(int64_t total, int64_t batch) {
-  return kWordsPerTile * (1 + MaxTiles(total, batch, kMinTile)) + SectionWords(batch);
+  return kWordsPerTile * (1 + MaxTiles(total, batch, kMinTile));
 }
 
 int64_t FwdWorkspaceWords(const FwdParams& params) {
@@ -92,7 +92,7 @@ cudaError_t Fwd(const FwdParams& params, int32_t* workspace, cudaStream_t stream
 cudaError_t Bwd(const BwdParams& params, int32_t* workspace, const Turns& turns, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = ThisDevice(&device)) return error;
-  const WorkList list = WorkListIn(workspace, params.fwd.batch);
+  const WorkList list = WorkListIn(workspace);
   return params.fwd.dtype == DType::kBF16 ? BwdSm80<DType::kBF16>(params, list, turns, device.smem_bytes, stream)
                                           : BwdSm80<DType::kF16>(params, list, turns, device.smem_bytes, stream);
 }

@@ -233,13 +233,13 @@ template <typename T, typename Config, bool kPaged>
 cudaError_t LaunchFwdSm80As(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   constexpr int64_t kMaxGrid = 0x7fffffff;
   const WorkList& list = workspace.list;
-  const Request request = {TilesOf::kQueries, Config::kTileM, Config::kTileN, 0};
   cudaError_t error;
   if constexpr (kPaged) {
-    error = LaunchPagedSchedule(params, request, list, DecodeStep(params), workspace.most_shares, workspace.decode, stream);
+    error = LaunchPagedSchedule(params, Config::kTileM, Config::kTileN, list, DecodeStep(params), workspace.most_shares,
+                                workspace.decode, stream);
     if (error || IsAllDecode(params)) return error;
   } else {
-    error = LaunchSchedule(params, request, list, stream);
+    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
   }
   if (error) return error;
   const auto kernel = fwd_sm80_kernel<T, Config, kPaged>;

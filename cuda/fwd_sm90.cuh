@@ -34,8 +34,8 @@ struct Sm90TileConfig {
   static constexpr int kTileM = 64 * Groups;
   static constexpr int kThreads = 128 * (1 + Groups);
   static constexpr int kConsumers = 128 * Groups;
-  static constexpr int kProducerRegisters = Groups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = Groups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = Groups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = Groups == 2 ? 232 : 160;
   static constexpr int kBoxes = (HeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr uint32_t kRowBytes = 2 * kBoxColumns;
   static constexpr uint32_t kGroupQBytes = 64 * kBoxes * kRowBytes;  // of one warpgroup: (boxes, 64 rows, 128 bytes)
@@ -44,7 +44,7 @@ struct Sm90TileConfig {
   static constexpr int kSmemBytes = QStages * kTileQBytes + 2 * Stages * kTileKBytes + kTileAlignment;
 };
 
-using Sm90Tile64 = Sm90TileConfig<64, 112, 3, 4, 2>;
+using Sm90Tile64 = Sm90TileConfig<64, 128, 2, 4, 2>;
 using Sm90Tile96 = Sm90TileConfig<96, 128, 2, 2, 2>;
 using Sm90Tile128 = Sm90TileConfig<128, 128, 2, 2, 2>;
 using Sm90Tile192 = Sm90TileConfig<192, 112, 2, 2, 1>;
@@ -102,35 +102,36 @@ __device__ __forceinline__ void WaitEmpty(uint64_t (&empty)[kSize], const RingPl
   ptx::WaitBarrier(ptx::SmemAddress(&empty[place.index]), place.parity ^ 1);
 }
 
-// Descriptor of a tile in shared memory for wgmma, rows of 128 bytes, swizzled as the copy engine does it. 8 rows are 1024
-// bytes from the next 8; `leading` is from 64 columns to the next 64, for a tile whose columns are not those that products sum
-// over.
-__device__ __forceinline__ uint64_t Descriptor(uint32_t smem, uint32_t leading) {
-  constexpr uint64_t kStride = 1024, kSwizzle128 = 1;
-  return (smem & 0x3ffff) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 | kStride >> 4 << 32 | kSwizzle128 << 62;
+// A value that is the same in all lanes, told to the compiler: descriptors then are computed once a warp, in uniform registers.
+__device__ __forceinline__ uint32_t Uniform(uint32_t x) {
+  return __shfl_sync(~0u, x, 0);
 }
 
-// The item at a place of the list, which counts heads too: a tile of q for all heads behind each other. A sequence that is a
-// section of its own has its items in another order: some kv heads at a time, so that what is read stays in the L2 cache, all
-// their tiles from the last to the first, all query heads of a tile.
-template <typename Config>
-__device__ __forceinline__ Sm90Item ItemAt(const FwdParams& p, const WorkList& list, uint32_t section_keys, uint32_t place) {
-  const uint32_t heads = static_cast<uint32_t>(p.num_heads), entry = place / heads;
-  Sm90Item item;
-  item.tile = list.tiles[entry];
-  item.head = static_cast<int>(place % heads);
-  Tile& tile = item.tile;
-  if (section_keys > 0 && tile.k_used > section_keys) {
-    const uint32_t tiles = (tile.q_owned + Config::kTileM - 1) / Config::kTileM, first = entry - tile.row / Config::kTileM;
-    const uint32_t kv_heads = static_cast<uint32_t>(p.num_kv_heads), group = p.group_size, within = place - first * heads;
-    const uint32_t heads_at_a_time = group * max(1u, static_cast<uint32_t>(section_keys * uint64_t{kv_heads} / tile.k_used));
-    const uint32_t pass = within / (tiles * heads_at_a_time), rest = within - pass * tiles * heads_at_a_time;
-    const uint32_t of_pass = min(heads_at_a_time, heads - pass * heads_at_a_time), i = rest / of_pass;
-    tile.row = (tiles - 1 - i) * Config::kTileM;
-    item.head = pass * heads_at_a_time + rest - i * of_pass;
+// Descriptors of a tile in shared memory for wgmma, rows of 128 bytes, swizzled as the copy engine does it. 8 rows are 1024
+// bytes from the next 8; `leading` is from 64 columns to the next 64, for a tile whose columns are not those that products sum
+// over.
+struct Descriptors {
+  uint32_t first;
+
+  __device__ __forceinline__ Descriptors(uint32_t smem, uint32_t leading)
+      : first(Uniform((smem & 0x3ffff) >> 4 | leading >> 4 << 16)) {}
+
+  // Of what is `offset` bytes behind.
+  __device__ __forceinline__ uint64_t At(uint32_t offset) const {
+    constexpr uint32_t kStride = 1024, kSwizzle128 = 1;
+    return static_cast<uint64_t>(kSwizzle128 << 30 | kStride >> 4) << 32 | (first + (offset >> 4));
   }
+};
+
+// The item at a place of the list, where the heads of a tile stand side by side.
+template <typename Config>
+__device__ __forceinline__ Sm90Item ItemAt(const FwdParams& p, const WorkList& list, uint32_t place) {
   constexpr int kN = Config::kTileN;
-  const KeyRange any = VisibleToAny(p, tile, Config::kTileM), all = VisibleToAll(p, tile, Config::kTileM);
+  const uint32_t heads = static_cast<uint32_t>(p.num_heads);
+  Sm90Item item;
+  item.tile = list.tiles[place / heads];
+  item.head = static_cast<int>(place % heads);
+  const KeyRange any = VisibleToAny(p, item.tile, Config::kTileM), all = VisibleToAll(p, item.tile, Config::kTileM);
   item.any = any;
   item.tiles = any.lo < any.hi ? KeyRange{any.lo / kN, (any.hi - 1) / kN + 1} : KeyRange{0, 0};
   item.plain = {(all.lo + kN - 1) / kN, all.hi / kN};
@@ -141,13 +142,13 @@ __device__ __forceinline__ Sm90Item ItemAt(const FwdParams& p, const WorkList& l
 template <typename Config>
 __device__ __forceinline__ void FetchItems(const FwdParams& p, const WorkList& list, uint64_t (&full)[kSm90Slots],
                                            uint64_t (&empty)[kSm90Slots], Sm90Item* slots) {
-  const uint32_t items = *list.count * static_cast<uint32_t>(p.num_heads), section_keys = *list.section_keys;
+  const uint32_t items = *list.count * static_cast<uint32_t>(p.num_heads);
   RingPlace<kSm90Slots> slot;
   for (uint32_t place = blockIdx.x;; slot.Advance()) {
     const uint32_t next = gridDim.x + static_cast<uint32_t>(atomicAdd(list.taken, 1ull));
     const bool there = place < items;
     Sm90Item item;
-    if (there) item = ItemAt<Config>(p, list, section_keys, place);
+    if (there) item = ItemAt<Config>(p, list, place);
     WaitEmpty(empty, slot);
     if (there) {
       slots[slot.index] = item;
@@ -391,28 +392,27 @@ __device__ __forceinline__ void Consume(const FwdParams& p, uint32_t smem, Sm90B
   };
   // acc_s = Q K^T for the next tile of keys; under way when it returns.
   const auto begin_logits = [&] {
-    const uint32_t tile_q = smem + q_stage.index * Config::kTileQBytes + group * Config::kGroupQBytes;
-    const uint32_t tile_k = smem_k + k_stage.index * Config::kTileKBytes;
+    const Descriptors tile_q(smem + q_stage.index * Config::kTileQBytes + group * Config::kGroupQBytes, 0);
+    const Descriptors tile_k(smem_k + k_stage.index * Config::kTileKBytes, 0);
     ptx::Pin(acc_s);
     ptx::FenceProducts();
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 16; ++kk) {
       const uint32_t box = kk / 4, columns = kk % 4 * 32;
-      ptx::Wgmma<T, kTileN / 8>::Multiply(acc_s, Descriptor(tile_q + box * 64 * Config::kRowBytes + columns, 0),
-                                          Descriptor(tile_k + box * kTileN * Config::kRowBytes + columns, 0), kk > 0);
+      ptx::Wgmma<T, kTileN / 8>::Multiply(acc_s, tile_q.At(box * 64 * Config::kRowBytes + columns),
+                                          tile_k.At(box * kTileN * Config::kRowBytes + columns), kk > 0);
     }
     ptx::CommitProducts();
   };
   // acc_o = P V, or += where `add`.
   const auto begin_output = [&](bool add) {
-    const uint32_t tile_v = smem_v + v_stage.index * Config::kTileKBytes;
+    const Descriptors tile_v(smem_v + v_stage.index * Config::kTileKBytes, kTileN * Config::kRowBytes);
     ptx::Pin(acc_o);
     ptx::FenceProducts();
 #pragma unroll
     for (int kk = 0; kk < kTileN / 16; ++kk)
-      ptx::Wgmma<T, kHeadDim / 8>::MultiplyTransposed(
-          acc_o, probabilities[kk], Descriptor(tile_v + kk * 16 * Config::kRowBytes, kTileN * Config::kRowBytes),
-          add || kk > 0);
+      ptx::Wgmma<T, kHeadDim / 8>::MultiplyTransposed(acc_o, probabilities[kk], tile_v.At(kk * 16 * Config::kRowBytes),
+                                                      add || kk > 0);
     ptx::CommitProducts();
   };
   // A tile of K has been met; `last` says that q of the item has met all of them.
@@ -595,23 +595,16 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
   }
 }
 
-// How many keys of all kv heads lie in the L2 cache beside all else; 0 if all keys of the call do.
-inline int SectionKeys(const FwdParams& params) {
-  constexpr int64_t kBytes = 16 << 20;
-  const int64_t keys = kBytes / (2 * params.num_kv_heads * (params.head_dim + params.head_dim_v));
-  return params.total_k > keys ? static_cast<int>(keys > 0 ? keys : 1) : 0;
-}
-
 template <typename T, typename Config, bool kPaged>
 cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   const WorkList& list = workspace.list;
-  const Request request = {TilesOf::kQueries, Config::kTileM, Config::kTileN, SectionKeys(params)};
   cudaError_t error;
   if constexpr (kPaged) {
-    error = LaunchPagedSchedule(params, request, list, DecodeStep(params), workspace.most_shares, workspace.decode, stream);
+    error = LaunchPagedSchedule(params, Config::kTileM, Config::kTileN, list, DecodeStep(params), workspace.most_shares,
+                                workspace.decode, stream);
     if (error || IsAllDecode(params)) return error;
   } else {
-    error = LaunchSchedule(params, request, list, stream);
+    error = LaunchSchedule(params, TilesOf::kQueries, Config::kTileM, Config::kTileN, list, stream);
   }
   if (error) return error;
   Sm90Maps maps;

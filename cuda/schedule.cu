@@ -20,29 +20,19 @@ static_assert(sizeof(DecodeHead) <= kWordsPerDecodeTile * sizeof(int32_t));
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSections = 32;  // at most
-constexpr int kBuckets = kThreads * 4;
+constexpr int kBuckets = 512;
+constexpr int kExactCosts = 64;  // costs below have buckets of their own, above there are 16 buckets an octave
 
 // Rows that belong to nobody are two more sequences without keys: those before the first one and those after the last.
 constexpr int kSequencesOfNobody = 2;
 
-// Numbers up to 2^31 in levels, the largest in level 0: kPerOctave an octave, and small ones exactly.
-template <int kPerOctave>
-struct Levels {
-  static constexpr int kExact = 4 * kPerOctave;
-  static constexpr int kOctaves = 31 - (kPerOctave == 4 ? 4 : 6);
-  static constexpr int kCount = kExact + kOctaves * kPerOctave;
-
-  static __device__ __forceinline__ int Of(int x) {
-    if (x < kExact) return kCount - 1 - x;
-    const int shift = 31 - __clz(x / kPerOctave);  // leaves kPerOctave to 2 kPerOctave - 1
-    return kCount - 1 - (kExact + (shift - 2) * kPerOctave + (x >> shift) - kPerOctave);
-  }
-};
-
-using FineLevels = Levels<16>;   // where all tiles are one section
-using CoarseLevels = Levels<4>;  // of each section
-static_assert(FineLevels::kCount <= kBuckets && kSections * CoarseLevels::kCount <= kBuckets);
+// Bucket 0 holds the longest tiles.
+__device__ __forceinline__ int BucketOf(int cost) {
+  if (cost < kExactCosts) return kBuckets - 1 - cost;
+  const int octave = 31 - __clz(cost);
+  const int bucket = kExactCosts + (octave - 6) * 16 + ((cost >> (octave - 4)) & 15);
+  return kBuckets - 1 - min(bucket, kBuckets - 1);
+}
 
 struct Rows {
   int begin, owned, used;
@@ -62,6 +52,12 @@ __device__ __forceinline__ Rows LoadKeys(const FwdParams& p, int b) {
   const int owned = Clamp(length, 0, capacity);
   return {0, owned, p.seqused_k ? Clamp(p.seqused_k[b], 0, owned) : owned};
 }
+
+// What is listed: see LaunchSchedule.
+struct Request {
+  TilesOf side;
+  int rows, other_rows;
+};
 
 // Sequences after offsets that fall could share rows: then there is none, and every row is nobody's.
 __device__ __forceinline__ int64_t SequencesOf(const FwdParams& p) {
@@ -168,78 +164,30 @@ __device__ void ForEachTile(const FwdParams& p, int64_t batch, const Request& re
   }
 }
 
-// The sum of x over all threads before this one, and over all of them. There must be a barrier between two calls.
-__device__ int ExclusiveSum(int x, int* total) {
-  __shared__ int of_warps[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, end = InclusiveSumOverLanes(x);
-  if (lane == 31) of_warps[warp] = end;
-  __syncthreads();
-  const int ends = InclusiveSumOverLanes(of_warps[lane]);
-  *total = __shfl_sync(~0u, ends, 31);
-  const int before = __shfl_sync(~0u, ends, max(warp - 1, 0));
-  return end - x + (warp ? before : 0);
-}
-
-// Gives sequences sections by the keys of all longer ones; `next` is room for kBuckets. Returns the keys of a section. Keys are
-// counted in units, so that their sum does not overflow.
-__device__ int AssignSections(const FwdParams& p, int64_t batch, int section_keys, int* next, int32_t* sections) {
-  constexpr int kUnit = 64;
-  const auto units_of = [&](int64_t b) { return (LoadKeys(p, static_cast<int>(b)).used + kUnit - 1) / kUnit; };
-  for (int i = threadIdx.x; i < FineLevels::kCount; i += kThreads) next[i] = 0;
-  __syncthreads();
-  for (int64_t b = threadIdx.x; b < batch; b += kThreads) {
-    const int units = units_of(b);
-    atomicAdd(&next[FineLevels::Of(units)], units);
-  }
-  __syncthreads();
-  static_assert(FineLevels::kCount <= kThreads);
-  const bool has_level = threadIdx.x < FineLevels::kCount;
-  int total;
-  const int before = ExclusiveSum(has_level ? next[threadIdx.x] : 0, &total);
-  if (has_level) next[threadIdx.x] = before;
-  __syncthreads();
-  const int section_units = max(section_keys / kUnit, total / kSections) + 1;
-  for (int64_t b = threadIdx.x; b < batch; b += kThreads) {
-    const int units = units_of(b);
-    sections[b] = min(kSections - 1, atomicAdd(&next[FineLevels::Of(units)], units) / section_units);
-  }
-  __syncthreads();
-  return section_units > INT_MAX / kUnit ? INT_MAX : section_units * kUnit;
-}
-
 __device__ void ListLongestFirst(const FwdParams& p, const Request& request, const WorkList& list) {
   __shared__ int next[kBuckets];  // first the number of tiles in the bucket, then where its next tile goes
-  const int64_t batch = SequencesOf(p);
-  const int section_keys = request.section_keys ? AssignSections(p, batch, request.section_keys, next, list.sections) : 0;
   for (int i = threadIdx.x; i < kBuckets; i += kThreads) next[i] = 0;
-  __syncthreads();
+  const int64_t batch = SequencesOf(p);  // a barrier
   const auto take_place = [&](const Tile& tile, bool there) {
-    int bucket = -1;
-    if (there) {
-      const int cost = CostOf(p, request, tile);
-      bucket = FineLevels::Of(cost);
-      if (section_keys) {
-        const int section = tile.sequence < batch ? list.sections[tile.sequence] : kSections - 1;
-        bucket = section * CoarseLevels::kCount + (tile.k_used > section_keys ? 0 : CoarseLevels::Of(cost));
-      }
-    }
-    return NextPlace(next, bucket);
+    return NextPlace(next, there ? BucketOf(CostOf(p, request, tile)) : -1);
   };
   ForEachTile(p, batch, request, take_place);
   __syncthreads();
 
-  constexpr int kPerThread = kBuckets / kThreads;
-  int counts[kPerThread], mine = 0, total;
-  for (int i = 0; i < kPerThread; ++i) mine += counts[i] = next[threadIdx.x * kPerThread + i];
-  int before = ExclusiveSum(mine, &total);
-  for (int i = 0; i < kPerThread; ++i) {
-    next[threadIdx.x * kPerThread + i] = before;
-    before += counts[i];
-  }
-  if (threadIdx.x == 0) {
-    *list.count = total;
-    *list.section_keys = section_keys;
-    *list.taken = 0;
+  if (threadIdx.x < 32) {
+    constexpr int kPerLane = kBuckets / 32;
+    int counts[kPerLane], mine = 0;
+    for (int i = 0; i < kPerLane; ++i) mine += counts[i] = next[threadIdx.x * kPerLane + i];
+    const int end = InclusiveSumOverLanes(mine);
+    int before = end - mine;
+    for (int i = 0; i < kPerLane; ++i) {
+      next[threadIdx.x * kPerLane + i] = before;
+      before += counts[i];
+    }
+    if (threadIdx.x == 31) {
+      *list.count = end;
+      *list.taken = 0;
+    }
   }
   __syncthreads();
 
@@ -356,14 +304,16 @@ __global__ __launch_bounds__(kThreads) void paged_schedule_kernel(const __grid_c
 
 }  // namespace
 
-cudaError_t LaunchPagedSchedule(const FwdParams& params, const Request& request, const WorkList& list, int step,
+cudaError_t LaunchPagedSchedule(const FwdParams& params, int rows, int other_rows, const WorkList& list, int step,
                                 int most_shares, const DecodeList& decode, cudaStream_t stream) {
+  const Request request = {TilesOf::kQueries, rows, other_rows};
   paged_schedule_kernel<<<IsAllDecode(params) ? 1 : 2, kThreads, 0, stream>>>(params, request, list, step, most_shares, decode);
   return cudaGetLastError();
 }
 
-cudaError_t LaunchSchedule(const FwdParams& params, const Request& request, const WorkList& list, cudaStream_t stream) {
-  schedule_kernel<<<1, kThreads, 0, stream>>>(params, request, list);
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, const WorkList& list,
+                           cudaStream_t stream) {
+  schedule_kernel<<<1, kThreads, 0, stream>>>(params, Request{side, rows, other_rows}, list);
   return cudaGetLastError();
 }
 

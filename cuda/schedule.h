@@ -16,23 +16,15 @@ struct DecodeTile;
 
 struct WorkList {
   int32_t* count;             // of tiles; every tile is one item of work for each head
-  int32_t* section_keys;      // what a section may have, or 0 where all tiles are one section: see LaunchSchedule
   unsigned long long* taken;  // how many items CTAs have taken beyond their first, where they take them one by one
-  int32_t* sections;          // (batch,): of the sequences, where there are several
   Tile* tiles;
 };
 
-// The work list in a workspace of 32-bit words: a head of kWordsPerTile words, the sections, then the tiles.
+// The work list in a workspace of 32-bit words: a head of kWordsPerTile words, then the tiles.
 constexpr int kWordsPerTile = 8;
 
-inline int64_t SectionWords(int64_t batch) {
-  return (batch + kWordsPerTile - 1) / kWordsPerTile * kWordsPerTile;
-}
-
-inline WorkList WorkListIn(int32_t* workspace, int64_t batch) {
-  int32_t* const sections = workspace + kWordsPerTile;
-  return {workspace, workspace + 1, reinterpret_cast<unsigned long long*>(workspace + 2), sections,
-          reinterpret_cast<Tile*>(sections + SectionWords(batch))};
+inline WorkList WorkListIn(int32_t* workspace) {
+  return {workspace, reinterpret_cast<unsigned long long*>(workspace + 2), reinterpret_cast<Tile*>(workspace + kWordsPerTile)};
 }
 
 constexpr int kDecodeRows = 64;  // of a tile of the decode kernel
@@ -96,24 +88,15 @@ inline int64_t MaxTiles(int64_t total, int64_t batch, int tile_rows) {
 
 enum class TilesOf { kQueries, kKeys };
 
-// What is listed: tiles of `rows` rows of q or k, longest first; what a tile costs is the number of tiles of `other_rows` rows
-// of the other side that it meets. Tiles of keys of one sequence stand in their order.
-//
-// Where section_keys is not 0, the list has sections: sequences, the longest first, with as many keys together, so that what
-// is read at a time stays in the L2 cache. Within a section the longest tiles are first. A sequence of more keys is a section
-// of its own, whose tiles stand in the order of their rows.
-struct Request {
-  TilesOf side;
-  int rows, other_rows;
-  int section_keys;
-};
-
-cudaError_t LaunchSchedule(const FwdParams& params, const Request& request, const WorkList& list, cudaStream_t stream);
+// Lists the tiles of `rows` rows of q or k, longest first; what a tile costs is the number of tiles of `other_rows` rows of the
+// other side that it meets. Tiles of keys of one sequence stand in their order.
+cudaError_t LaunchSchedule(const FwdParams& params, TilesOf side, int rows, int other_rows, const WorkList& list,
+                           cudaStream_t stream);
 
 // The work lists of a paged call: sequences with few rows of q go to the decode kernel, `step` keys a step, in at most
-// `most_shares` shares; the others, and rows that see nothing, are listed as above. Where IsAllDecode, the first list is left
-// alone.
-cudaError_t LaunchPagedSchedule(const FwdParams& params, const Request& request, const WorkList& list, int step,
+// `most_shares` shares; the others, and rows that see nothing, are listed as above in tiles of `rows` rows. Where IsAllDecode,
+// the first list is left alone.
+cudaError_t LaunchPagedSchedule(const FwdParams& params, int rows, int other_rows, const WorkList& list, int step,
                                 int most_shares, const DecodeList& decode, cudaStream_t stream);
 
 }  // namespace jax_varlen

@@ -95,13 +95,12 @@ def _has_gpu() -> bool:
 
 
 def cuda_workspace(total: int, batch_and_1: int) -> jax.ShapeDtypeStruct:
-    """Room for the work list of the CUDA kernels: a count, a word for each sequence, and every tile of q (or k) there may be.
+    """Room for the work list of the CUDA kernels: a count, and every tile of q (or k) that there may be.
 
     No sequence has more than one tile that is not full; rows of nobody may stand before the first and after the last sequence.
     """
     tiles = total // _CUDA_MIN_TILE + batch_and_1 + 1
-    sequences = (batch_and_1 - 1 + _CUDA_WORDS_PER_TILE - 1) // _CUDA_WORDS_PER_TILE
-    return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + sequences + tiles),), np.int32)
+    return jax.ShapeDtypeStruct((_CUDA_WORDS_PER_TILE * (1 + tiles),), np.int32)
 
 
 def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], batch_and_1: int) -> jax.ShapeDtypeStruct:
