@@ -23,9 +23,9 @@ __device__ __forceinline__ bool IsLastToArrive(int* arrived, int count) {
 // `states` has room for the rows of a tile.
 template <typename T, int kThreads, bool kFinal, typename Slot>
 __device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials,
-                                              int slot_rows, int count, Slot slot, float2* states) {
+                                              int count, Slot slot, float2* states) {
   const int rows = RowsOf(p, tile), columns = static_cast<int>(p.head_dim_v);
-  auto place = [&](int i, int row) { return slot(i) * slot_rows + row; };
+  auto place = [&](int i, int row) { return slot(i) * partials.rows + row; };
   const auto sink_of = [&](int row) { return kFinal ? DecodeRow(p, tile, kv_head, row).Sink(p, tile) : -INFINITY; };
 
   // The maximum and the sum of each row, all rows at once.
@@ -43,7 +43,7 @@ __device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& ti
   __syncthreads();
 
   // An item is four columns of a row. Many loads are under way at once.
-  constexpr int kItems = 4, kParts = 6;
+  constexpr int kItems = 4, kParts = 8;
   const int items_per_row = columns / 4, items = rows * items_per_row;
   for (int item0 = threadIdx.x; item0 < items; item0 += kItems * kThreads) {
     int row[kItems], column[kItems];
@@ -108,28 +108,27 @@ __device__ __forceinline__ void MergePartials(const FwdParams& p, const Tile& ti
 // Called by all threads of the CTA that has left the partial result of part `mine` of a tile and kv head, which lies in parts
 // `first` to `last`.
 template <typename T, int kThreads>
-__device__ __forceinline__ void Combine(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials,
-                                        int slot_rows, int first, int last, int mine, float2* states) {
+__device__ __forceinline__ void Combine(const FwdParams& p, const Tile& tile, int kv_head, const Partials& partials, int first,
+                                        int last, int mine) {
+  __shared__ float2 states[kDecodeRows];
   auto slot = [&](int part) { return SlotOf(part, part == first); };
   int* const arrived = partials.arrived + slot(last);
   const int first_group = first / kMergedAtOnce, groups = last / kMergedAtOnce - first_group + 1;
   if (last - first < kMergedAtOnce) {
     if (!IsLastToArrive(arrived, last - first + 1)) return;
     MergePartials<T, kThreads, true>(
-        p, tile, kv_head, partials, slot_rows, last - first + 1, [&](int i) { return slot(first + i); }, states);
+        p, tile, kv_head, partials, last - first + 1, [&](int i) { return slot(first + i); }, states);
     return;
   }
   const int group = mine / kMergedAtOnce, begin = max(first, group * kMergedAtOnce);
   const int members = min(last + 1, (group + 1) * kMergedAtOnce) - begin;
   if (members > 1) {  // else its first may be the last of all, whose counter is that of the groups
     if (!IsLastToArrive(partials.arrived + slot(begin), members)) return;
-    MergePartials<T, kThreads, false>(
-        p, tile, kv_head, partials, slot_rows, members, [&](int i) { return slot(begin + i); }, states);
+    MergePartials<T, kThreads, false>(p, tile, kv_head, partials, members, [&](int i) { return slot(begin + i); }, states);
   }
   if (!IsLastToArrive(arrived, groups)) return;
   MergePartials<T, kThreads, true>(
-      p, tile, kv_head, partials, slot_rows, groups, [&](int i) { return slot(max(first, (first_group + i) * kMergedAtOnce)); },
-      states);
+      p, tile, kv_head, partials, groups, [&](int i) { return slot(max(first, (first_group + i) * kMergedAtOnce)); }, states);
 }
 
 }  // namespace jax_varlen

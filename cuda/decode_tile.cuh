@@ -1,4 +1,4 @@
-// What the decode kernel knows of a tile: its rows, and the shares and parts that it lies in.
+// What the decode kernel knows of a tile: its rows, and the shares that it lies in.
 #pragma once
 
 #include <climits>
@@ -21,27 +21,10 @@ __device__ __forceinline__ int ShareOf(const DecodeHead& head, int64_t unit) {
                                            : head.longer + Quotient(unit - of_longer, head.share_units));
 }
 
-// Parts are numbered share by share. The first has all units of its share but an eighth; each of the others has half of what is
-// left, and the last the rest. Of 2^(kPartsOfShare + 1) units no part is empty.
-__device__ __forceinline__ int64_t PartBegin(const DecodeHead& head, int part) {
-  const int share = part / head.parts, i = part - share * head.parts;
-  const int64_t begin = ShareBegin(head, share), units = ShareBegin(head, share + 1) - begin;
-  return i == 0 ? begin : begin + units - (units >> (2 + i));
-}
-
-// The part that holds a unit.
-__device__ __forceinline__ int PartOf(const DecodeHead& head, int64_t unit) {
-  const int share = ShareOf(head, unit);
-  const int64_t end = ShareBegin(head, share + 1), units = end - ShareBegin(head, share);
-  int i = 0;
-  while (i + 1 < head.parts && end - unit <= units >> (3 + i)) ++i;
-  return share * head.parts + i;
-}
-
-// The place of the partial result of a part: that of a tile and head that begins in it and goes on elsewhere, or of one that
+// The place of the partial result of a share: that of a tile and head that begins in it and goes on elsewhere, or of one that
 // began elsewhere.
-__device__ __forceinline__ int SlotOf(int part, bool begins) {
-  return 2 * part + begins;
+__device__ __forceinline__ int SlotOf(int share, bool begins) {
+  return 2 * share + begins;
 }
 
 __device__ __forceinline__ int RowsOf(const FwdParams& p, const Tile& tile) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 #include <cstdlib>
+#include <cstring>
 
 #include "decode.h"
 #include "fwd_sm80.h"
@@ -29,19 +30,20 @@ cudaError_t ThisDevice(Device* device) {
   return cudaSuccess;
 }
 
-// Rows of the partial results of a share: one of a full tile, or one for each part, whose tiles have fewer rows.
-int64_t PartialRows(const FwdParams& params) {
-  return std::min<int64_t>(kDecodeRows, kPartsOfShare * params.total_q * params.group_size);
+// Rows of q that a tile of the decode kernel can have.
+int64_t MaxDecodeRows(const FwdParams& params) {
+  return std::min<int64_t>(kDecodeRows, params.total_q * params.group_size);
 }
 
 int64_t DecodeListWords(const FwdParams& params) {
   return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params)) + kMaxArrived;
 }
 
-// The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is set.
+// The Hopper kernel takes what it can, unless JAX_VARLEN_CUDA_SM90 is 0: for comparison.
 bool IsForSm90(const FwdParams& params, const Device& device) {
-  return std::getenv("JAX_VARLEN_CUDA_SM90") && device.major == 9 && params.total_k > 0 && params.total_k <= INT_MAX &&
-         params.block_size % 8 == 0 && params.kv_dtype == params.dtype;
+  const char* choice = std::getenv("JAX_VARLEN_CUDA_SM90");
+  return device.major == 9 && device.smem_bytes >= kSm90SmemBytes && params.total_k > 0 && params.total_k <= INT_MAX &&
+         params.block_size % 8 == 0 && params.kv_dtype == params.dtype && (choice == nullptr || std::strcmp(choice, "0") != 0);
 }
 
 template <DType dtype>
@@ -56,7 +58,7 @@ cudaError_t FwdAs(const FwdParams& params, int32_t* workspace, const Device& dev
   Partials partials;
   partials.arrived = lists.decode.arrived;
   partials.shares = lists.most_shares;
-  partials.rows = static_cast<int>(PartialRows(params));
+  partials.rows = static_cast<int>(MaxDecodeRows(params));
   partials.out = reinterpret_cast<float*>(workspace + list_words + DecodeListWords(params));
   partials.lse = partials.out + 2 * int64_t{partials.shares} * partials.rows * params.head_dim_v;
   cudaError_t error = IsForSm90(params, device) ? FwdSm90<dtype>(params, lists, device, stream)
@@ -75,7 +77,7 @@ int64_t WorkspaceWords(int64_t total, int64_t batch) {
 int64_t FwdWorkspaceWords(const FwdParams& params) {
   const int64_t words = WorkspaceWords(params.total_q, params.batch);
   if (params.block_size == 0) return words;
-  return words + DecodeListWords(params) + 2 * int64_t{kMaxShares} * PartialRows(params) * (params.head_dim_v + 1);
+  return words + DecodeListWords(params) + 2 * int64_t{kMaxShares} * MaxDecodeRows(params) * (params.head_dim_v + 1);
 }
 
 int64_t DqTiles(const FwdParams& params) {

@@ -74,7 +74,7 @@ __device__ __forceinline__ void ComputeTile(const FwdParams& p, const Tile& tile
   // A paged tile is looked up one step before it is copied.
   auto look_up = [&](int n) {
     if constexpr (kPaged)
-      if (n >= n_begin) pool_rows[n % 2].LookUp(p, tile.sequence, n * kTileN, any, threadIdx.x, Config::kThreads);
+      if (n >= n_begin) pool_rows[n % 2].LookUp(p, tile.sequence, n * kTileN, any);
   };
   auto copy_packed = [&](uint32_t stage, const T* gmem, int64_t columns, int n) {
     const int64_t stride = p.num_kv_heads * columns;

@@ -9,6 +9,8 @@
 
 namespace jax_varlen {
 
+constexpr int kSm90SmemBytes = 227 * 1024;  // that a CTA may use on a device that these kernels need
+
 // The packed call, or what a paged call has beside the sequences that the decode kernel takes. head_dim and head_dim_v are
 // multiples of 8 up to kMaxHeadDim, block_size is one of 8, and k and v hold at least one row and less than 2^31.
 template <DType dtype>

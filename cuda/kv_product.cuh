@@ -7,10 +7,9 @@
 
 namespace jax_varlen {
 
-// The products of a warp's atoms of 16 rows with keys and values that are held as E, T itself or e4m3, which is unpacked into
-// fragments. Both are read from tiles as those of 16-bit elements are; then a fragment's columns are not where they would be
-// for T, and `Column` says which two columns of the output are values 2 d and 2 d + 1 of a thread, and `QColumn` the same for
-// Q.
+// The products of a warp's 16 rows with keys and values that are held as E, T itself or e4m3, which is unpacked into fragments.
+// Both are read from tiles as those of 16-bit elements are; then a fragment's columns are not where they would be for T, and
+// `Column` says which two columns of the output are values 2 d and 2 d + 1 of a thread, and `QColumn` the same for Q.
 template <typename T, typename E, int kHeadDim>
 struct KvProduct {
   static constexpr int kColumns = kHeadDim;  // of a tile, in 16-bit elements
@@ -23,20 +22,20 @@ struct KvProduct {
     }
   }
 
-  template <int kAtoms, int kN>
-  static __device__ __forceinline__ void Logits(float (&acc_s)[kAtoms][kN][4], const uint32_t (&q)[kAtoms][kHeadDim / 16][4],
+  template <int kN>
+  static __device__ __forceinline__ void Logits(float (&acc_s)[1][kN][4], const uint32_t (&q)[kHeadDim / 16][4],
                                                 uint32_t address_k) {
     MultiplyTransposed<T, kHeadDim, false>(
         acc_s,
-        [&](uint32_t (&fragment)[4], int a, int kk) {
+        [&](uint32_t (&fragment)[4], int, int kk) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) fragment[e] = q[a][kk][e];
+          for (int e = 0; e < 4; ++e) fragment[e] = q[kk][e];
         },
         address_k);
   }
 
-  template <int kSteps, int kAtoms, typename LoadP>
-  static __device__ __forceinline__ void Output(float (&acc_o)[kAtoms][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
+  template <int kSteps, typename LoadP>
+  static __device__ __forceinline__ void Output(float (&acc_o)[1][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
     Accumulate<T, kHeadDim, kSteps, true>(acc_o, load_p, address_v);
   }
 
@@ -64,15 +63,13 @@ struct KvProduct<T, E4M3, kHeadDim> {
     q[r + 2] = __byte_perm(four.x, four.y, 0x7632);
   }
 
-  template <int kAtoms, int kN>
-  static __device__ __forceinline__ void Logits(float (&acc_s)[kAtoms][kN][4], const uint32_t (&q)[kAtoms][kHeadDim / 16][4],
+  template <int kN>
+  static __device__ __forceinline__ void Logits(float (&acc_s)[1][kN][4], const uint32_t (&q)[kHeadDim / 16][4],
                                                 uint32_t address_k) {
 #pragma unroll
-    for (int a = 0; a < kAtoms; ++a)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) acc_s[a][n][e] = 0.f;
+      for (int e = 0; e < 4; ++e) acc_s[0][n][e] = 0.f;
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 32; ++kk)
 #pragma unroll
@@ -83,19 +80,17 @@ struct KvProduct<T, E4M3, kHeadDim> {
         for (int i = 0; i < 4; ++i) {
           uint32_t even, odd;
           ptx::UnpackE4M3<T>(words[i], &even, &odd);
-#pragma unroll
-          for (int a = 0; a < kAtoms; ++a) ptx::Mma16x8x16<T>(acc_s[a][2 * n + i / 2], q[a][2 * kk + i % 2], even, odd);
+          ptx::Mma16x8x16<T>(acc_s[0][2 * n + i / 2], q[2 * kk + i % 2], even, odd);
         }
       }
   }
 
-  template <int kSteps, int kAtoms, typename LoadP>
-  static __device__ __forceinline__ void Output(float (&acc_o)[kAtoms][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
+  template <int kSteps, typename LoadP>
+  static __device__ __forceinline__ void Output(float (&acc_o)[1][kHeadDim / 8][4], LoadP load_p, uint32_t address_v) {
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      uint32_t p[kAtoms][4];
-#pragma unroll
-      for (int a = 0; a < kAtoms; ++a) load_p(p[a], a, kk);
+      uint32_t p[4];
+      load_p(p, 0, kk);
 #pragma unroll
       for (int d = 0; d < kHeadDim / 32; ++d) {
         uint32_t words[4];
@@ -105,11 +100,8 @@ struct KvProduct<T, E4M3, kHeadDim> {
           uint32_t even[2], odd[2];
 #pragma unroll
           for (int half = 0; half < 2; ++half) ptx::UnpackE4M3<T>(words[2 * i + half], &even[half], &odd[half]);
-#pragma unroll
-          for (int a = 0; a < kAtoms; ++a) {
-            ptx::Mma16x8x16<T>(acc_o[a][4 * d + 2 * i], p[a], even[0], even[1]);
-            ptx::Mma16x8x16<T>(acc_o[a][4 * d + 2 * i + 1], p[a], odd[0], odd[1]);
-          }
+          ptx::Mma16x8x16<T>(acc_o[0][4 * d + 2 * i], p, even[0], even[1]);
+          ptx::Mma16x8x16<T>(acc_o[0][4 * d + 2 * i + 1], p, odd[0], odd[1]);
         }
       }
     }

@@ -16,17 +16,15 @@ template <int kKeys>
 struct PoolRows {
   int2 block_and_place[kKeys];
 
-  // By `threads` threads, of which this is `thread`. Entries of keys that are not seen are not read.
-  __device__ __forceinline__ void LookUp(const FwdParams& p, int sequence, int key0, const KeyRange& seen, int thread,
-                                         int threads) {
-    for (int i = thread; i < kKeys; i += threads) {
-      const int key = key0 + i;
-      const bool is_seen = key >= seen.lo && key < seen.hi;
-      const uint32_t block_size = static_cast<uint32_t>(p.block_size), column = static_cast<uint32_t>(key) / block_size;
-      int2& mine = block_and_place[i];
-      mine.y = is_seen ? static_cast<int>(static_cast<uint32_t>(key) - column * block_size) : -1;
-      ptx::CopyAsync4(ptx::SmemAddress(&mine.x), p.block_table + (is_seen ? sequence * p.max_blocks + column : 0), is_seen);
-    }
+  // Entries of keys that are not seen are not read.
+  __device__ __forceinline__ void LookUp(const FwdParams& p, int sequence, int key0, const KeyRange& seen) {
+    if (threadIdx.x >= kKeys) return;
+    const int key = key0 + threadIdx.x;
+    const bool is_seen = key >= seen.lo && key < seen.hi;
+    const uint32_t block_size = static_cast<uint32_t>(p.block_size), column = static_cast<uint32_t>(key) / block_size;
+    int2& mine = block_and_place[threadIdx.x];
+    mine.y = is_seen ? static_cast<int>(static_cast<uint32_t>(key) - column * block_size) : -1;
+    ptx::CopyAsync4(ptx::SmemAddress(&mine.x), p.block_table + (is_seen ? sequence * p.max_blocks + column : 0), is_seen);
   }
 };
 

@@ -248,14 +248,12 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
   const int64_t batch = SequencesOf(p), parts = parts_of(batch);
   if (batch != p.batch) part = load_part(batch, threadIdx.x);
 
-  bool has_large = false;
   Counts before = {0, 0};
   for (int64_t first = 0; first < parts;) {
     const KeyRange seen = VisibleToAny(p, part, part.q_used);
     const bool sees = seen.lo < seen.hi;
     const int first_step = sees ? seen.lo / step : 0, steps = sees ? (seen.hi - 1) / step + 1 - first_step : 1;
     const int64_t pairs = int64_t{part.q_used} * p.group_size, tiles = (pairs + kDecodeRows - 1) / kDecodeRows;
-    has_large |= pairs > kDecodeRows / kPartsOfShare && steps > 1;
     const int64_t units_of_tile = (p.batch_invariant ? 1 : steps) * p.num_kv_heads;
     Counts all_parts;
     const Counts mine = ExclusiveSum({tiles, tiles * units_of_tile}, &all_parts);
@@ -271,15 +269,11 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
       __syncthreads();  // the sums have been read
     }
   }
-  // Parts of a share have its room for partial results together, and none of them may be empty.
-  constexpr int kLeastUnitsInParts = 1 << (kPartsOfShare + 1);
-  has_large = __syncthreads_or(has_large);
   if (threadIdx.x == 0) {
     const int64_t units = before.units;
     const int shares = static_cast<int>(min(units, static_cast<int64_t>(most_shares)));
-    const int64_t share_units = shares ? Quotient(units, shares) : 0, longer = units - share_units * shares;
-    const int parts_of_share = !has_large && share_units >= kLeastUnitsInParts ? kPartsOfShare : 1;
-    *list.head = {static_cast<int>(before.tiles), shares, parts_of_share, 0, units, share_units, longer};
+    const int64_t share_units = shares ? Quotient(units, shares) : 0;
+    *list.head = {static_cast<int>(before.tiles), shares, units, share_units, units - share_units * shares};
   }
 }
 

@@ -30,13 +30,11 @@ inline WorkList WorkListIn(int32_t* workspace) {
 constexpr int kDecodeRows = 64;  // of a tile of the decode kernel
 
 // What stands before the decode tiles. The steps of keys of all tiles and kv heads, `units` in all, are cut into shares of
-// share_units, the first `longer` of them one unit longer, and a share may be cut into parts: see PartBegin. Where a call is
-// batch_invariant, a tile and kv head is one unit with all its steps, and so is never divided.
+// share_units, the first `longer` of them one unit longer. Where a call is batch_invariant, a tile and kv head is one unit with
+// all its steps, and so is never divided.
 struct DecodeHead {
   int32_t count;   // of tiles
   int32_t shares;  // none without a tile
-  int32_t parts;   // of a share: 1 or kPartsOfShare
-  int32_t taken;   // how many parts CTAs have taken beyond the first of each share
   int64_t units;
   int64_t share_units;
   int64_t longer;
@@ -44,13 +42,12 @@ struct DecodeHead {
 
 struct DecodeList {
   DecodeHead* head;
-  int* arrived;  // kMaxArrived zeros: see Combine
+  int* arrived;  // kMaxArrived zeros: see Partials
   DecodeTile* tiles;
 };
 
 constexpr int kMaxShares = 384;  // CTAs of the decode kernel, whatever the device
-constexpr int kPartsOfShare = 4;
-constexpr int kMaxArrived = 2 * kMaxShares * kPartsOfShare;
+constexpr int kMaxArrived = 2 * kMaxShares;
 
 constexpr int kWordsPerDecodeTile = 12;
 

@@ -42,8 +42,7 @@ struct DecodeTileConfig {
   static constexpr int kHeadDim = HeadDim;
   static constexpr int kKeys = Keys;
   static constexpr int kStages = Stages;
-  static constexpr int kAtoms = HeadDim <= 128 ? 2 : 1;  // of 16 rows a warp, where a tile has more than 16
-  static constexpr int kLookUps = 2 * (Stages - 1);      // a step is looked up Stages - 1 steps before it is copied
+  static constexpr int kLookUps = 2 * (Stages - 1);  // a step is looked up Stages - 1 steps before it is copied
   static constexpr int kThreads = 128;
   static constexpr int kSmemBytes = 2 * ElementBytes * HeadDim * Keys * Stages;
 };

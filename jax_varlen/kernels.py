@@ -21,7 +21,6 @@ _CUDA_WORDS_PER_TILE = 8
 _CUDA_WORDS_PER_DECODE_TILE = 12
 _CUDA_DECODE_ROWS = 64
 _CUDA_MAX_SHARES = 384
-_CUDA_PARTS_OF_SHARE = 4
 
 
 def _load(name: str) -> ModuleType | None:
@@ -111,9 +110,8 @@ def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], bat
     (total_q, num_heads, _), (*_, num_kv_heads, head_dim_v) = q_shape, v_shape
     group_size = num_heads // num_kv_heads
     tiles = total_q * group_size // _CUDA_DECODE_ROWS + 2 * batch_and_1
-    rows = min(_CUDA_DECODE_ROWS, _CUDA_PARTS_OF_SHARE * total_q * group_size)
-    share_words = 2 * (_CUDA_PARTS_OF_SHARE + rows * (head_dim_v + 1))
-    words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + _CUDA_MAX_SHARES * share_words
+    rows = min(_CUDA_DECODE_ROWS, total_q * group_size)
+    words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + 2 * _CUDA_MAX_SHARES * (1 + rows * (head_dim_v + 1))
     (list_words,) = cuda_workspace(total_q, batch_and_1).shape
     return jax.ShapeDtypeStruct((list_words + words,), np.int32)
 
