@@ -44,7 +44,8 @@ struct Sm90TileConfig {
   static constexpr int kSmemBytes = QStages * kTileQBytes + 2 * Stages * kTileKBytes + kTileAlignment;
 };
 
-using Sm90Tile64 = Sm90TileConfig<64, 128, 2, 4, 2>;
+using Sm90Tile64 = Sm90TileConfig<64, 96, 3, 4, 2>;
+using Sm90Tile64Causal = Sm90TileConfig<64, 128, 2, 4, 2>;
 using Sm90Tile96 = Sm90TileConfig<96, 128, 2, 2, 2>;
 using Sm90Tile128 = Sm90TileConfig<128, 128, 2, 2, 2>;
 using Sm90Tile192 = Sm90TileConfig<192, 112, 2, 2, 1>;
@@ -253,22 +254,7 @@ __device__ __forceinline__ float2 UpdateShift(const float (&acc_s)[kN][4], RowSt
   return {rescale[0], rescale[1]};
 }
 
-// 2^x by the units of products and sums, to 1e-7 of the result, for x up to 127: 0 below -127, NaN for NaN.
-__device__ __forceinline__ float Exp2Polynomial(float x) {
-  constexpr float kRound = 1.5f * (1 << 23);  // adding it leaves an integer in the low bits
-  x = ptx::MaxOrNan(x, -127.f);
-  const float rounded = x + kRound, f = x - (rounded - kRound);
-  float p = 1.32764701e-3f;
-  p = fmaf(p, f, 9.67554096e-3f);
-  p = fmaf(p, f, 5.55071346e-2f);
-  p = fmaf(p, f, 2.40221202e-1f);
-  p = fmaf(p, f, 6.93146944e-1f);
-  p = fmaf(p, f, 1.00000012f);
-  return p * __int_as_float((__float_as_int(rounded) << 23) + (127 << 23));
-}
-
-// In place: the probabilities of a tile, not normalised and not rounded, and their sums. One of four exponentials is a
-// polynomial: the unit of exponentials takes 8 cycles for a warp, in which the others have little to do.
+// In place: the probabilities of a tile, not normalised and not rounded, and their sums.
 template <int kN>
 __device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], RowState& state, float exponent_scale) {
   float sums[4] = {}, shift[2];
@@ -277,8 +263,7 @@ __device__ __forceinline__ void Exponentials(float (&acc_s)[kN][4], RowState& st
   for (int n = 0; n < kN; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float x = fmaf(acc_s[n][e], exponent_scale, -shift[e / 2]);
-      acc_s[n][e] = e == 3 ? Exp2Polynomial(x) : ptx::Exp2(x);
+      acc_s[n][e] = ptx::Exp2(fmaf(acc_s[n][e], exponent_scale, -shift[e / 2]));
       sums[e] += acc_s[n][e];
     }
   state.row_sum[0] += sums[0] + sums[1];
@@ -640,7 +625,11 @@ cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspa
 template <typename T, bool kPaged>
 cudaError_t LaunchFwdSm90(const FwdParams& params, const FwdWorkspace& workspace, const Device& device, cudaStream_t stream) {
   const int64_t head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
-  if (head_dim <= 64) return LaunchFwdSm90As<T, Sm90Tile64, kPaged>(params, workspace, device, stream);
+  if (head_dim <= 64) {
+    if (params.window_right != kUnbounded)
+      return LaunchFwdSm90As<T, Sm90Tile64Causal, kPaged>(params, workspace, device, stream);
+    return LaunchFwdSm90As<T, Sm90Tile64, kPaged>(params, workspace, device, stream);
+  }
   if (head_dim <= 96) return LaunchFwdSm90As<T, Sm90Tile96, kPaged>(params, workspace, device, stream);
   if (head_dim <= 128) return LaunchFwdSm90As<T, Sm90Tile128, kPaged>(params, workspace, device, stream);
   if (head_dim <= 192) return LaunchFwdSm90As<T, Sm90Tile192, kPaged>(params, workspace, device, stream);

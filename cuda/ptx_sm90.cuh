@@ -64,12 +64,6 @@ __device__ __forceinline__ void LowerRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-__device__ __forceinline__ float MaxOrNan(float x, float y) {
-  float max;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(max) : "f"(x), "f"(y));
-  return max;
-}
-
 // Products of a warpgroup: they begin after the fence, belong to a group from the commit on, and are waited for by group.
 __device__ __forceinline__ void FenceProducts() {
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
