@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import kernels, packing, primitives, shapes
+from . import kernels, packing, partitioning, primitives, shapes
 
 OPERANDS = ("k_cache", "v_cache", "k", "v", "cu_seqlens", "seqused_k", "block_table", "k_scale", "v_scale")
 _SCALES = ("k_scale", "v_scale")
@@ -76,6 +76,7 @@ def append_kv(
 def _append_abstract_eval(*avals, names):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_append_operands(ops)
+    partitioning.check_explicit(ops)
     return [ops["k_cache"], ops["v_cache"]]
 
 
@@ -89,7 +90,7 @@ def _lower(path: Callable) -> Callable:
         ops |= {name: jnp.broadcast_to(ops[name], num_kv_heads) for name in _SCALES if name in ops}
         return path(dict.fromkeys(OPERANDS) | ops)
 
-    return mlir.lower_fun(lower, multiple_results=True)
+    return partitioning.lower_fun(lower, ("k_cache", "v_cache"))
 
 
 def _scatter(ops: dict[str, Any]):

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
-from . import batching, blocked, kernels, shapes
+from . import batching, blocked, kernels, partitioning, shapes
 
 OPERANDS = (
     "q",
@@ -34,6 +34,8 @@ OPERANDS = (
 )
 FWD_ONLY = ("block_table", "sinks", "k_scale", "v_scale")
 BWD_OPERANDS = (*(name for name in OPERANDS if name not in FWD_ONLY), "dout", "lse", "delta")
+FWD_RESULTS = ("out", "lse")
+BWD_RESULTS = ("q", "k", "v")  # the gradient of each
 _INTEGERS = ("cu_seqlens_k", "seqused_q", "seqused_k", "block_table")  # of the operands that may be absent
 FWD_TARGET = "jax_varlen_fwd_v1"
 BWD_TARGET = "jax_varlen_bwd_v1"
@@ -80,8 +82,11 @@ def _cast_varying(x, axes: frozenset):
 def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
-    q, v = ops["q"], ops["v"]
-    return [_like(q, (*q.shape[:2], v.shape[-1]), q.dtype), _like(q, (q.shape[1], q.shape[0]), np.float32)]
+    partitioning.check_explicit(ops)
+    return [
+        partitioning.like(ops, name, x.shape, x.dtype)
+        for name, x in zip(FWD_RESULTS, _out_and_lse(ops["q"], ops["v"]), strict=True)
+    ]
 
 
 @bwd_p.def_abstract_eval
@@ -89,16 +94,8 @@ def _bwd_abstract_eval(*avals, names, window_left, window_right, softcap, determ
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands({name: x for name, x in ops.items() if name in OPERANDS})
     shapes.check_bwd_operands(ops)
-    return [_like(ops["q"], ops[name].shape, ops[name].dtype) for name in ("q", "k", "v")]
-
-
-def _like(aval, shape, dtype):
-    """An abstract value on the mesh of `aval`, with its manual axes."""
-    mesh = aval.sharding.mesh
-    if mesh.empty:
-        return jax.core.ShapedArray(shape, dtype)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+    partitioning.check_explicit(ops)
+    return [partitioning.like(ops, name, ops[name].shape, ops[name].dtype) for name in BWD_RESULTS]
 
 
 _OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
@@ -116,12 +113,12 @@ def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
     return ops
 
 
-def _lower(path: Callable) -> Callable:
+def _lower(path: Callable, results: tuple[str, ...]) -> Callable:
     def lower(*operands, names, **options):
         ops = _fill_defaults(dict(zip(names, operands, strict=True)))
         return path(ops, **options)
 
-    return mlir.lower_fun(lower, multiple_results=True)
+    return partitioning.lower_fun(lower, results)
 
 
 def _blocked_fwd(ops, *, deterministic, **options):
@@ -237,12 +234,12 @@ def _ffi_call(target: str, results, operands, options, input_output_aliases=None
     )
 
 
-mlir.register_lowering(fwd_p, _lower(_blocked_fwd))
-mlir.register_lowering(fwd_p, _lower(_cpu_fwd), platform="cpu")
-mlir.register_lowering(fwd_p, _lower(_cuda_fwd), platform="cuda")
-mlir.register_lowering(bwd_p, _lower(_blocked_bwd))
-mlir.register_lowering(bwd_p, _lower(_cpu_bwd), platform="cpu")
-mlir.register_lowering(bwd_p, _lower(_cuda_bwd), platform="cuda")
+mlir.register_lowering(fwd_p, _lower(_blocked_fwd, FWD_RESULTS))
+mlir.register_lowering(fwd_p, _lower(_cpu_fwd, FWD_RESULTS), platform="cpu")
+mlir.register_lowering(fwd_p, _lower(_cuda_fwd, FWD_RESULTS), platform="cuda")
+mlir.register_lowering(bwd_p, _lower(_blocked_bwd, BWD_RESULTS))
+mlir.register_lowering(bwd_p, _lower(_cpu_bwd, BWD_RESULTS), platform="cpu")
+mlir.register_lowering(bwd_p, _lower(_cuda_bwd, BWD_RESULTS), platform="cuda")
 
 
 def _no_jvp(*_, **__):
