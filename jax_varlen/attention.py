@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from . import primitives, shapes
+from . import partitioning, primitives, shapes
 
 
 def varlen_attention(
@@ -187,7 +187,8 @@ def _attention_bwd(options: Options, residuals, cotangents):
 
 def _sinks_gradient(sinks, lse, delta):
     """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    return -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
+    gradient = -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
+    return partitioning.sharded_as(sinks, gradient)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

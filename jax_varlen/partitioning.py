@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -23,17 +23,17 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-# The axis of the heads of every operand and result that has one.
+# The axis of the heads in every operand and result that has one.
 _QUERY_HEADS = {"q": 1, "out": 1, "dout": 1, "lse": 0, "delta": 0, "sinks": 0, "alibi_slopes": -1}
 _KV_HEADS = {"k": -2, "v": -2, "k_cache": -2, "v_cache": -2, "k_scale": -1, "v_scale": -1}
 _HEADS = _QUERY_HEADS | _KV_HEADS
-_LARGE = ("q", "k", "v", "k_cache", "v_cache")
+_LARGE = ("q", "k_cache", "v_cache", "k", "v")  # the first of these that is sharded says how the call is split
 
 
 def lower_fun(call: Callable, results: tuple[str, ...]) -> Callable:
     """The lowering rule of a primitive that is `call` of operands with `names`. `results` are the names of what it returns.
 
-    With one device, in `jax.shard_map` and in `jax.export` that is `call` as it stands.
+    With one device, inside `jax.shard_map` and in `jax.export` that is `call` as it stands.
     """
     whole = mlir.lower_fun(call, multiple_results=True)
 
@@ -42,7 +42,7 @@ def lower_fun(call: Callable, results: tuple[str, ...]) -> Callable:
         if mesh is None:
             return whole(ctx, *operands, names=names, **options)
         split = _Split(lambda *operands: tuple(call(*operands, names=names, **options)), mesh, names, results)
-        return mlir.lower_fun(split.primitive(ctx), multiple_results=True)(_with_devices(ctx, mesh), *operands)
+        return mlir.lower_fun(split.partitioned(ctx), multiple_results=True)(_with_devices(ctx, mesh), *operands)
 
     return rule
 
@@ -71,7 +71,7 @@ def _primes(n: int) -> list[int]:
 
 
 def _with_devices(ctx, mesh: Mesh):
-    """`custom_partitioning` wants devices in the context, where JAX gives them to its own primitives alone."""
+    """`ctx` with what `custom_partitioning` looks for: devices, and arrays whose types have no sharding."""
     module = ctx.module_context
     axis_context = dataclasses.replace(module.axis_context, device_assignment=tuple(mesh.devices.flat))
     avals_in = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
@@ -84,101 +84,105 @@ class _Split:
     def __init__(self, call: Callable, mesh: Mesh, names: tuple[str, ...], results: tuple[str, ...]):
         self.call, self.mesh, self.names, self.results = call, mesh, names, results
 
-    def primitive(self, ctx) -> Callable:
-        split = custom_partitioning(self.call)
-        operands, results = zip(self.names, ctx.avals_in, strict=True), zip(self.results, ctx.avals_out, strict=True)
-        rule = _sharding_rule(operands, results)
-        split.def_partition(self.partition, self.infer_results, decode_shardings=False, sharding_rule=rule)
-        return split
+    def partitioned(self, ctx) -> Callable:
+        rule = _sharding_rule(zip(self.names, ctx.avals_in, strict=True), zip(self.results, ctx.avals_out, strict=True))
+        call = custom_partitioning(self.call)
+        call.def_partition(self.partition, self.result_shardings, decode_shardings=False, sharding_rule=rule)
+        return call
 
-    def partition(self, _, operands, outputs):
-        """What a device runs, and how its results and operands must be sharded."""
-        ops = dict(zip(self.names, operands, strict=True))
-        query, kv = self.axes(ops)
-        _warn_of_gathers({name: self.gathered(x, name, query) for name, x in ops.items() if name in _LARGE})
-        local = lambda *operands: self.local(query[len(kv) :], operands)
+    def partition(self, _, operands, results):
+        """What each device runs, and how results and operands must be sharded for that."""
+        query, kv = self.split_heads(operands)
+        self.warn_of_gathers(operands, query, kv)
+        local = lambda *operands: self.local(operands, query[len(kv) :])
         return (
             self.mesh,
             local,
-            self.shardings(self.results, outputs, query, kv),
+            self.shardings(self.results, results, query, kv),
             self.shardings(self.names, operands, query, kv),
         )
 
-    def infer_results(self, _, operands, outputs):
-        return self.shardings(self.results, outputs, *self.axes(dict(zip(self.names, operands, strict=True))))
+    def result_shardings(self, _, operands, results):
+        return self.shardings(self.results, results, *self.split_heads(operands))
 
-    def axes(self, ops) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of the mesh that split query heads, as q is split or else k or v, and the first of them: these split kv heads.
+    def split_heads(self, operands) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes of the mesh that split the query heads, and the first of them, that split the kv heads too.
 
-        The other axes are devices that share kv heads. Each must have query heads of one kv head alone.
+        Devices along the others share kv heads. Each must have query heads of one kv head alone.
         """
-        asked = next(filter(None, (self.axes_of(ops[name], _HEADS[name]) for name in _LARGE if name in ops)), ())
-        num_kv_heads = next(ops[name].shape[-2] for name in ("k", "k_cache") if name in ops)
-        num_heads = ops["q"].shape[1] if "q" in ops else num_kv_heads
-        query = self.divisors(asked, num_heads)
-        kv = self.divisors(query, num_kv_heads)
+        ops = dict(zip(self.names, operands, strict=True))
+        asked = next(filter(None, (self.axes(ops[name], _HEADS[name]) for name in _LARGE if name in ops)), ())
+        num_kv_heads = next(ops[name].shape[-2] for name in ("k_cache", "k") if name in ops)
+        query = self.dividing(asked, ops["q"].shape[1] if "q" in ops else num_kv_heads)
+        kv = self.dividing(query, num_kv_heads)
         shared = num_kv_heads // self.size(kv)
         return (query if self.size(query[len(kv) :]) % shared == 0 else kv), kv
 
-    def axes_of(self, x, axis: int) -> tuple[str, ...]:
-        """The axes of the mesh that split `axis` of x, major first: where the part of the second device along each begins."""
+    def axes(self, x, axis: int) -> tuple[str, ...]:
+        """The axes of the mesh that split `axis` of x, major first: those along which the second device has another part."""
         if x.sharding is None or not x.shape:
             return ()
         parts = x.sharding.devices_indices_map((self.mesh.size,) * len(x.shape))
-        starts = np.array([parts[device][axis].start or 0 for device in self.mesh.devices.flat]).reshape(
-            self.mesh.devices.shape
-        )
-        strides = {name: starts[tuple(int(name == other) for other in self.mesh.axis_names)] for name in self.mesh.axis_names}
-        return tuple(sorted(filter(strides.get, strides), key=strides.__getitem__, reverse=True))
+        starts = np.reshape([parts[device][axis].start or 0 for device in self.mesh.devices.flat], self.mesh.devices.shape)
+        second = {name: starts[tuple(int(name == other) for other in self.mesh.axis_names)] for name in self.mesh.axis_names}
+        return tuple(sorted((name for name in second if second[name]), key=lambda name: -second[name]))
 
-    def divisors(self, axes: tuple[str, ...], heads: int) -> tuple[str, ...]:
+    def dividing(self, axes: tuple[str, ...], num_heads: int) -> tuple[str, ...]:
         """As many of the first axes as divide the heads."""
-        return max((axes[:n] for n in range(len(axes) + 1) if heads % self.size(axes[:n]) == 0), key=len)
+        return next(axes[:n] for n in range(len(axes), -1, -1) if num_heads % self.size(axes[:n]) == 0)
 
     def size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[name] for name in axes)
 
-    def gathered(self, x, name: str, query: tuple[str, ...]) -> bool:
-        """Whether x is split over other axes than its heads, or these over more devices than the query heads can be."""
-        axes = [self.axes_of(x, axis) for axis in range(len(x.shape))]
-        heads = axes.pop(_HEADS[name])
-        return any(axes) or len(heads) > len(query)
-
     def shardings(self, names, arrays, query, kv) -> tuple[NamedSharding, ...]:
-        axes = {name: kv if name in _KV_HEADS else query for name in _HEADS}
-        specs = (_spec(name, len(x.shape), axes.get(name)) for name, x in zip(names, arrays, strict=True))
+        specs = (_spec(name, x, kv if name in _KV_HEADS else query) for name, x in zip(names, arrays, strict=True))
         return tuple(NamedSharding(self.mesh, spec) for spec in specs)
 
-    def local(self, sharing: tuple[str, ...], operands):
-        """The call on one device. Devices along the axes `sharing` have the same kv heads and different query heads."""
+    def warn_of_gathers(self, operands, query, kv) -> None:
+        def is_gathered(name, x):
+            *others, heads = (self.axes(x, axis) for axis in np.roll(range(len(x.shape)), -1 - _HEADS[name]))
+            return any(others) or len(heads) > len(kv if name in _KV_HEADS else query)
+
+        gathered = [name for name, x in zip(self.names, operands, strict=True) if name in _LARGE and is_gathered(name, x)]
+        if gathered:
+            warnings.warn(
+                f"Each device gathers {', '.join(gathered)} for a call of jax_varlen: under jit arrays stay sharded over their "
+                "heads alone, and over these where they divide evenly. Shard tokens inside jax.shard_map, with a packed batch "
+                "of its own on each device.",
+                stacklevel=2,
+            )
+
+    def local(self, operands, sharing: tuple[str, ...]):
+        """The call on one device. Those along the axes `sharing` have the same kv heads, and query heads of one of these each."""
         if not sharing:
             return self.call(*operands)
-        ops = dict(zip(self.names, operands, strict=True))
-        kv_heads = ops["k"].shape[-2]
-        mine = jax.lax.axis_index(sharing) * kv_heads // self.size(sharing)
-        own = lambda name, x: jax.lax.dynamic_slice_in_dim(x, mine, 1, x.ndim + _KV_HEADS[name]) if name in _KV_HEADS else x
-        results = self.call(*(own(name, x) for name, x in ops.items()))
+        kv_heads = next(x.shape[-2] for name, x in zip(self.names, operands, strict=True) if name == "k")
+        head = jax.lax.axis_index(sharing) * kv_heads // self.size(sharing)
+
+        def take(name, x):
+            return jax.lax.dynamic_slice_in_dim(x, head, 1, x.ndim + _KV_HEADS[name]) if name in _KV_HEADS else x
 
         def total(name, x):
             if name not in _KV_HEADS:
                 return x
             axis = x.ndim + _KV_HEADS[name]
-            zeros = jnp.zeros((*x.shape[:axis], kv_heads, *x.shape[axis + 1 :]), x.dtype)
-            return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, mine, axis), sharing)
+            heads = jnp.zeros((*x.shape[:axis], kv_heads, *x.shape[axis + 1 :]), x.dtype)
+            return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(heads, x, head, axis), sharing)
 
-        return tuple(total(name, x) for name, x in zip(self.results, results, strict=True))
+        results = self.call(*map(take, self.names, operands))
+        return tuple(map(total, self.results, results))
 
 
-def _spec(name: str, ndim: int, heads) -> P:
+def _spec(name: str, x, heads) -> P:
     """Split over heads alone."""
-    parts: list[Any] = [None] * ndim
-    if name in _HEADS and ndim:
+    parts: list[Any] = [None] * len(x.shape)
+    if name in _HEADS and parts:
         parts[_HEADS[name]] = heads or None
     return P(*parts)
 
 
-def _sharding_rule(operands, results) -> str:
-    """Query heads are split alike wherever they are, and so are kv heads. No other axes have to do with each other."""
+def _sharding_rule(operands: Iterable, results: Iterable) -> str:
+    """Query heads are split alike wherever they are, and so are kv heads. Other axes have nothing to do with each other."""
     others = (f"other{i}" for i in itertools.count())
 
     def factors(name, x):
@@ -190,33 +194,42 @@ def _sharding_rule(operands, results) -> str:
     return " -> ".join(", ".join(factors(*x) for x in arrays) for arrays in (operands, results))
 
 
-def _warn_of_gathers(gathered: dict[str, bool]) -> None:
-    names = ", ".join(name for name, is_gathered in gathered.items() if is_gathered)
-    if names:
-        warnings.warn(
-            f"Every device gathers {names} for a call of jax_varlen, as under jit such a call is split over heads alone, by a "
-            "divisor of their number. Shard heads, or call it inside jax.shard_map with a packed batch of its own on each device.",
-            stacklevel=2,
-        )
-
-
 def check_explicit(ops: dict[str, Any]) -> None:
-    """Raises ValueError where arrays on a mesh of explicit axes are sharded over more than their heads, or these differently."""
-    heads = next((x.sharding.spec[_HEADS[name]] for name, x in ops.items() if name in _LARGE), None)
+    """Raises ValueError where the types of the arrays say another sharding than one over heads, the same for all."""
+    first = next(name for name in _LARGE if name in ops)
+    first_heads = ops[first].sharding.spec[_HEADS[first]]
     for name, x in ops.items():
-        expected = _spec(name, x.ndim, heads)
-        if x.sharding.spec not in (expected, P(*[None] * x.ndim)):
+        spec = x.sharding.spec
+        heads = spec[_HEADS[name]] if name in _HEADS and x.shape else None
+        if spec != _spec(name, x, heads):
             raise ValueError(
-                f"On a mesh of explicit axes {name} must be sharded as its heads are in {next(iter(ops))}, {expected}, or not at "
-                f"all, got {x.sharding.spec}. Write {name} = jax.sharding.reshard({name}, jax.P(...)), or call it inside jax.shard_map."
+                f"On a mesh with explicit axes {name} {x.shape} must be sharded over its heads or not at all, as a row may "
+                f"belong to any sequence, got {spec}. Write {name} = jax.sharding.reshard({name}, {_spec(name, x, first_heads)}), or "
+                "call it inside jax.shard_map with a packed batch of its own on each device."
+            )
+        if _as_tuple(heads) != _as_tuple(first_heads)[: len(_as_tuple(heads))]:
+            raise ValueError(
+                f"On a mesh with explicit axes the heads of {name} must be sharded as those of {first}, over {first_heads!r}, "
+                f"or not at all, got {heads!r}. Write {name} = jax.sharding.reshard({name}, {_spec(name, x, first_heads)}), or "
+                f"shard {first} like it."
             )
 
 
-def like(ops: dict[str, Any], name: str, shape: tuple[int, ...], dtype) -> jax.core.ShapedArray:
-    """The abstract value of a result: on the mesh of the operands, with their manual axes, its heads sharded as theirs."""
-    x = ops.get(name, ops["q"])
-    if x.sharding.mesh.empty:
-        return jax.core.ShapedArray(shape, dtype)
-    heads = x.sharding.spec[_HEADS[name if name in ops else "q"]]
-    sharding = NamedSharding(x.sharding.mesh, _spec(name, len(shape), heads))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=x.manual_axis_type)
+def _as_tuple(axes) -> tuple:
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def result_aval(ops: dict[str, Any], name: str, x) -> jax.core.ShapedArray:
+    """The abstract value of a result like x: on the mesh of the operands, its heads sharded as theirs."""
+    like = name if name in ops else "q"
+    mesh, spec = ops[like].sharding.mesh, ops[like].sharding.spec
+    if mesh.empty:
+        return jax.core.ShapedArray(x.shape, x.dtype)
+    sharding = NamedSharding(mesh, _spec(name, x, spec[_HEADS[like]]))
+    return jax.core.ShapedArray(x.shape, x.dtype, sharding=sharding, manual_axis_type=ops[like].manual_axis_type)
+
+
+def sharded_as(like, x):
+    """x with the sharding of `like`, where that is part of its type."""
+    sharding = jax.typeof(like).sharding
+    return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)

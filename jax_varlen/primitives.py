@@ -83,10 +83,8 @@ def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, determ
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
     partitioning.check_explicit(ops)
-    return [
-        partitioning.like(ops, name, x.shape, x.dtype)
-        for name, x in zip(FWD_RESULTS, _out_and_lse(ops["q"], ops["v"]), strict=True)
-    ]
+    results = zip(FWD_RESULTS, _out_and_lse(ops["q"], ops["v"]), strict=True)
+    return [partitioning.result_aval(ops, name, x) for name, x in results]
 
 
 @bwd_p.def_abstract_eval
@@ -95,7 +93,7 @@ def _bwd_abstract_eval(*avals, names, window_left, window_right, softcap, determ
     shapes.check_operands({name: x for name, x in ops.items() if name in OPERANDS})
     shapes.check_bwd_operands(ops)
     partitioning.check_explicit(ops)
-    return [partitioning.like(ops, name, ops[name].shape, ops[name].dtype) for name in BWD_RESULTS]
+    return [partitioning.result_aval(ops, name, ops[name]) for name in BWD_RESULTS]
 
 
 _OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
