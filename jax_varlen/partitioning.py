@@ -153,7 +153,7 @@ class _Split:
             )
 
     def local(self, operands, sharing: tuple[str, ...]):
-        """The call on one device. Those along the axes `sharing` have the same kv heads, and query heads of one of these each."""
+        """The call on one device. Those along the axes `sharing` have the same kv heads, and query heads of one of these."""
         if not sharing:
             return self.call(*operands)
         kv_heads = next(x.shape[-2] for name, x in zip(self.names, operands, strict=True) if name == "k")
@@ -199,19 +199,18 @@ def check_explicit(ops: dict[str, Any]) -> None:
     first = next(name for name in _LARGE if name in ops)
     first_heads = ops[first].sharding.spec[_HEADS[first]]
     for name, x in ops.items():
-        spec = x.sharding.spec
+        spec, wanted = x.sharding.spec, _spec(name, x, first_heads)
         heads = spec[_HEADS[name]] if name in _HEADS and x.shape else None
         if spec != _spec(name, x, heads):
             raise ValueError(
                 f"On a mesh with explicit axes {name} {x.shape} must be sharded over its heads or not at all, as a row may "
-                f"belong to any sequence, got {spec}. Write {name} = jax.sharding.reshard({name}, {_spec(name, x, first_heads)}), or "
-                "call it inside jax.shard_map with a packed batch of its own on each device."
+                f"belong to any sequence, got {spec}. Write {name} = jax.sharding.reshard({name}, {wanted}), or call it inside "
+                "jax.shard_map with a packed batch of its own on each device."
             )
         if _as_tuple(heads) != _as_tuple(first_heads)[: len(_as_tuple(heads))]:
             raise ValueError(
                 f"On a mesh with explicit axes the heads of {name} must be sharded as those of {first}, over {first_heads!r}, "
-                f"or not at all, got {heads!r}. Write {name} = jax.sharding.reshard({name}, {_spec(name, x, first_heads)}), or "
-                f"shard {first} like it."
+                f"or not at all, got {heads!r}. Write {name} = jax.sharding.reshard({name}, {wanted}), or shard {first} so too."
             )
 
 

@@ -12,6 +12,7 @@ from cases import Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pools import as_float8, paged
+from test_docs import test_blocks_run as run_page
 from test_primitives import CHECKS
 
 from jax_varlen import append_kv, dot_product_attention, partitioning, primitives, varlen_attention
@@ -307,6 +308,10 @@ def test_append_is_in_place():
     compiled = append.lower(*args).compile()
     assert " copy(" not in compiled.as_text()
     check(compiled(*args), append_kv(**pools, **arguments))
+
+
+def test_the_page_on_several_devices():
+    run_page("parallel.md")
 
 
 # Inside `jax.shard_map` a call is that of one device.

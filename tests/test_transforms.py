@@ -1,11 +1,7 @@
 """The derivative under JAX's transformations: what is computed, how often, what is kept, and what is refused."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -226,15 +222,6 @@ def test_lowers_to_the_tiles_in_jax_where_there_is_no_kernel(platform, head_dim)
     module = _export(platform, "bfloat16", head_dim)
     assert "jax_varlen_bwd_v1" not in module
     assert "stablehlo.while" in module
-
-
-def test_sharded_gradients():
-    """Two devices need a process of their own, on CPU."""
-    file = Path(__file__).with_name("sharded_gradients.py")
-    flags = "--xla_force_host_platform_device_count=2"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
 
 
 def test_dtypes_of_gradients():
