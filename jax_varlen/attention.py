@@ -86,8 +86,8 @@ def varlen_attention(
     Under `jax.vmap` the examples become one packed batch and one call; where `softmax_scale`, `sinks`, `k_scale` or `v_scale`
     differ between them, a loop.
 
-    Under `jax.jit` arrays that are sharded over heads stay so. What is sharded over other axes is gathered, with a warning, or is
-    an error on a mesh with explicit axes.
+    Under `jax.jit` arrays that are sharded over heads stay so. Other axes are gathered, with a warning; on a mesh with explicit
+    axes they are an error.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
