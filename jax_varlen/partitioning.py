@@ -8,6 +8,7 @@ heads of one kv head, and its gradient is the sum over them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -41,8 +42,12 @@ def lower_fun(call: Callable, results: tuple[str, ...]) -> Callable:
         mesh = _mesh(ctx)
         if mesh is None:
             return whole(ctx, *operands, names=names, **options)
-        split = _Split(lambda *operands: tuple(call(*operands, names=names, **options)), mesh, names, results)
-        return mlir.lower_fun(split.partitioned(ctx), multiple_results=True)(_with_devices(ctx, mesh), *operands)
+        # To XLA a split is an address, which a cache of programs may leave out of its keys: an operand tells calls apart.
+        text = np.frombuffer(repr((names, options)).encode(), np.uint8)
+        part = lambda _, *operands: tuple(call(*operands, names=names, **options))
+        split = _Split(part, mesh, ("text", *names), results).partitioned([text, *ctx.avals_in], ctx.avals_out)
+        lower = mlir.lower_fun(functools.partial(split, text), multiple_results=True)
+        return lower(_with_devices(ctx, mesh), *operands)
 
     return rule
 
@@ -84,8 +89,8 @@ class _Split:
     def __init__(self, call: Callable, mesh: Mesh, names: tuple[str, ...], results: tuple[str, ...]):
         self.call, self.mesh, self.names, self.results = call, mesh, names, results
 
-    def partitioned(self, ctx) -> Callable:
-        rule = _sharding_rule(zip(self.names, ctx.avals_in, strict=True), zip(self.results, ctx.avals_out, strict=True))
+    def partitioned(self, operands, results) -> Callable:
+        rule = _sharding_rule(zip(self.names, operands, strict=True), zip(self.results, results, strict=True))
         call = custom_partitioning(self.call)
         call.def_partition(self.partition, self.result_shardings, decode_shardings=False, sharding_rule=rule)
         return call
@@ -95,12 +100,8 @@ class _Split:
         query, kv = self.split_heads(operands)
         self.warn_of_gathers(operands, query, kv)
         local = lambda *operands: self.local(operands, query[len(kv) :])
-        return (
-            self.mesh,
-            local,
-            self.shardings(self.results, results, query, kv),
-            self.shardings(self.names, operands, query, kv),
-        )
+        of_results, of_operands = (self.shardings(*x, query, kv) for x in ((self.results, results), (self.names, operands)))
+        return self.mesh, local, of_results, of_operands
 
     def result_shardings(self, _, operands, results):
         return self.shardings(self.results, results, *self.split_heads(operands))

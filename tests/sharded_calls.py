@@ -233,6 +233,15 @@ def test_one_device_has_the_same_program():
     assert "CustomSPMDPartitioning" not in jax.jit(gradient(options)).lower(arrays).as_text()
 
 
+def test_a_program_tells_what_it_calls():
+    """All that is compiled in stands in the program, addresses aside: a persistent cache may take it for its key."""
+    arrays, _ = inputs()
+    sharded = put(arrays, mesh(4), PACKED)
+    program = lambda options: re.sub(r'backend_config = "\d+"', "", jax.jit(attend(options)).lower(sharded).as_text())
+    assert program({"causal": True}) == program({"causal": True})
+    assert len({program(options) for options in ({}, {"causal": True}, {"softcap": 1.0}, {"deterministic": True})}) == 4
+
+
 def test_export_of_a_call_on_sharded_arrays():
     arrays, options = inputs()
     sharded = put(arrays, mesh(4), PACKED)
