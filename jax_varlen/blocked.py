@@ -181,7 +181,8 @@ def tangent(
     if cu_seqlens_q.shape[0] > 1 and q.shape[0] and k.shape[0]:
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right)
-        q_dot, k_dot, v_dot = (jnp.zeros_like(x) if x_dot is None else x_dot for x, x_dot in ((q, q_dot), (k, k_dot), (v, v_dot)))
+        pairs = ((q, q_dot), (k, k_dot), (v, v_dot))
+        q_dot, k_dot, v_dot = (jnp.zeros_like(x) if x_dot is None else x_dot for x, x_dot in pairs)
         lse = lse.T
 
         def step(tile: TileQ, carry):
@@ -219,8 +220,13 @@ def _push_forward(tile: TileQ, rows, k, v, k_dot, v_dot, softcap: float):
 
 def tangent_of_results(out_dot: Array, lse_dot: Array, sinks: Array | None, sinks_dot: Array | None, out: Array, lse: Array):
     """The tangents of out and lse from what `tangent` returns. A sink is a logit whose value is zero."""
-    if sinks_dot is not None:
-        p = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse))  # rows of nobody have no sink
-        lse_dot = lse_dot + p * sinks_dot[:, None]
+    if sinks is not None and sinks_dot is not None:
+        lse_dot = lse_dot + sinks_probability(sinks, lse) * sinks_dot[:, None]
+    lse_dot = jnp.where(lse == -jnp.inf, 0, lse_dot)  # so that no cotangent of a row of nobody goes further
     out_dot = out_dot - lse_dot.T[..., None] * out.astype(jnp.float32)
     return out_dot.astype(out.dtype), lse_dot
+
+
+def sinks_probability(sinks: Array, lse: Array) -> Array:
+    """P = exp(sink - lse), (num_heads, total_q); 0 in rows of nobody, whose lse is -inf."""
+    return jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))

@@ -71,7 +71,7 @@ def _tangent_transpose(cotangents, *operands, names, **options):
     delta = _rowsum(ops["out"], dout) if "out" in ops else jnp.zeros_like(lse)
     if not isinstance(dlse, ad.Zero):
         delta = delta - dlse
-    results = {}
+    results: dict[str, Any] = {}
     if linear != {"sinks_dot"}:
         grads = primitives.bwd(ops | {"dout": dout.astype(q.dtype), "delta": delta}, **options)
         results = dict(zip(("q_dot", "k_dot", "v_dot"), grads, strict=True))
@@ -81,13 +81,14 @@ def _tangent_transpose(cotangents, *operands, names, **options):
 
 
 def _rowsum(x, y):
-    """(num_heads, total_q) of two (total_q, num_heads, head_dim_v). What is 0 in x stays 0, whatever is in y."""
-    return jnp.where(x == 0, 0, y.astype(jnp.float32) * x.astype(jnp.float32)).sum(-1).T
+    """(num_heads, total_q) of two (total_q, num_heads, head_dim_v). NaN and Inf in y count for nothing where x is 0."""
+    y = jnp.where((x == 0) & ~jnp.isfinite(y), 0, y)
+    return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1).T
 
 
 def _sinks_gradient(sinks, lse, delta):
-    """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    return -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
+    """A sink is a logit whose value is zero: its dS is -P delta."""
+    return -(blocked.sinks_probability(sinks, lse) * jnp.where(lse == -jnp.inf, 0, delta)).sum(1)
 
 
 def _bwd_jvp(primals, tangents, *, names, **options):
@@ -112,7 +113,7 @@ def _bwd_transpose(cotangents, *operands, names, **options):
 def _hessian_transpose(cotangents, *operands, names, **options):
     ops, linear = _known(names, operands)
     ops |= _qkv_dots(cotangents)
-    results = {}
+    results: dict[str, Any] = {}
     if linear != {"lse_dot"}:
         results = dict(zip(("q_dot", "k_dot", "v_dot"), primitives.hessian(ops, **options), strict=True))
     if "lse_dot" in linear:

@@ -67,7 +67,7 @@ def bwd(ops: dict[str, Any], **options):
 def tangent(ops: dict[str, Any], **options):
     """The tangents of out and lse, linear in `q_dot`, `k_dot`, `v_dot` and `sinks_dot`; absent ones are zero.
 
-    Without `out`, what the keys alone give, where lse is a constant: the sums of P v_dot + P s_dot v, and of P s_dot, in float32.
+    Without `out`, the sums over the keys of P v_dot + P s_dot v, and of P s_dot, in float32.
     """
     return _bind(tangent_p, TANGENT_OPERANDS, ops, options)
 

@@ -42,6 +42,18 @@ def gradient_inside():
     return jax.shard_map(jax.grad(by_data, 1), mesh=MESH, in_specs=specs, out_specs=P())
 
 
+def hessian_vector(loss):
+    """Forward mode over reverse mode, in q, k, v and sinks."""
+    return lambda *args: jax.jvp(jax.grad(lambda *x: loss(*x, *args[4:]), (0, 1, 2, 3)), args[:4], args[:4])
+
+
+def reverse_twice(loss):
+    def of_gradient(*args):
+        return sum(jnp.sin(x).sum() for x in jax.grad(loss, (0, 1, 2, 3))(*args))
+
+    return jax.grad(of_gradient, (0, 1, 2, 3))
+
+
 def check(name, actual, expected):
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max(), err_msg=name)
@@ -56,6 +68,9 @@ if __name__ == "__main__":
     for check_vma in (True, False):
         actual = jax.jit(jax.grad(split_by_heads(by_heads, check_vma), (0, 1, 2, 3)))(*args)
         check(f"heads, check_vma={check_vma}", actual, expected)
+        for second in (hessian_vector, reverse_twice):
+            product = jax.jit(second(split_by_heads(by_heads, check_vma)))(*args)
+            check(f"{second.__name__}, heads, check_vma={check_vma}", product, jax.jit(second(by_heads))(*args))
 
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(2, 40, 8)).astype(np.float32), rng.normal(size=(8, 2, 16)).astype(np.float32)
