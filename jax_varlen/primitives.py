@@ -41,6 +41,8 @@ HESSIAN_OPERANDS = (*BWD_OPERANDS, "q_dot", "k_dot", "v_dot", "lse_dot")
 _INTEGERS = ("cu_seqlens_k", "seqused_q", "seqused_k", "block_table")  # of the operands that may be absent
 FWD_TARGET = "jax_varlen_fwd_v1"
 BWD_TARGET = "jax_varlen_bwd_v1"
+CHECK_TARGET = "jax_varlen_check_v1"
+_CHECKED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
 
 fwd_p = Primitive("jax_varlen_fwd")
 fwd_p.multiple_results = True
@@ -227,6 +229,7 @@ def _cpu_bwd(ops, *, deterministic, **options):
 
 def _cuda_fwd(ops, **options):
     kernels.check_cuda(ops["q"].dtype)
+    ops = _checked(ops)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_fwd(ops, **options)
     head_dim_v = ops["v"].shape[-1]
@@ -245,6 +248,7 @@ def _cuda_fwd(ops, **options):
 def _cuda_bwd(ops, *, deterministic, **options):
     """dq is accumulated in float32, in an array of zeros, and rounded at the end."""
     kernels.check_cuda(ops["q"].dtype)
+    ops = _checked(ops)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_bwd(ops, deterministic=deterministic, **options)
     head_dim, head_dim_v = ops["q"].shape[-1], ops["v"].shape[-1]
@@ -259,6 +263,18 @@ def _cuda_bwd(ops, *, deterministic, **options):
     dq, dk, dv, *_ = _ffi_call(BWD_TARGET, results, operands, options, input_output_aliases=aliases)
     dq = (dq * ops["softmax_scale"]).astype(q.dtype)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
+
+
+def _checked(ops):
+    """With JAX_VARLEN_CHECK=1, cu_seqlens_q comes out of a call that looks into all offsets, lengths and block ids.
+
+    It waits for the device, and fails where the CPU kernel would fail.
+    """
+    if not kernels.check_is_asked_for():
+        return ops
+    operands = [*(_present(name, ops[name]) for name in _CHECKED), ops["q"], ops["k"]]
+    check = jax.ffi.ffi_call(CHECK_TARGET, _struct(ops["cu_seqlens_q"]), input_output_aliases={0: 0})
+    return ops | {"cu_seqlens_q": check(*operands)}
 
 
 def _head_dim(ops) -> int:
