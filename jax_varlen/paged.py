@@ -16,6 +16,7 @@ from . import kernels, packing, partitioning, primitives, shapes
 OPERANDS = ("k_cache", "v_cache", "k", "v", "cu_seqlens", "seqused_k", "block_table", "k_scale", "v_scale")
 _SCALES = ("k_scale", "v_scale")
 APPEND_TARGET = "jax_varlen_append_v1"
+CHECK_TARGET = "jax_varlen_check_append_v1"
 
 append_p = Primitive("jax_varlen_append")
 append_p.multiple_results = True
@@ -127,7 +128,16 @@ def _cpu(ops: dict[str, Any]):
 
 def _cuda(ops: dict[str, Any]):
     kernels.check_cuda_is_built()
-    return _cpu(ops)
+    return _cpu(_checked(ops))
+
+
+def _checked(ops: dict[str, Any]):
+    """With JAX_VARLEN_CHECK=1, cu_seqlens comes out of a call that fails where a token has no place in the pools."""
+    if not kernels.check_is_asked_for():
+        return ops
+    operands = [ops[name] for name in ("cu_seqlens", "seqused_k", "block_table", "k", "k_cache")]
+    struct = jax.ShapeDtypeStruct(ops["cu_seqlens"].shape, np.int32)
+    return ops | {"cu_seqlens": jax.ffi.ffi_call(CHECK_TARGET, struct, input_output_aliases={0: 0})(*operands)}
 
 
 def _present(x):

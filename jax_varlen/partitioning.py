@@ -24,9 +24,14 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+
+def _with_tangents(heads: dict[str, int]) -> dict[str, int]:
+    return heads | {name + suffix: axis for name, axis in heads.items() for suffix in ("_dot", "_dot2")}
+
+
 # The axis of the heads in every operand and result that has one.
-_QUERY_HEADS = {"q": 1, "out": 1, "dout": 1, "lse": 0, "delta": 0, "sinks": 0, "alibi_slopes": -1}
-_KV_HEADS = {"k": -2, "v": -2, "k_cache": -2, "v_cache": -2, "k_scale": -1, "v_scale": -1}
+_QUERY_HEADS = _with_tangents({"q": 1, "out": 1, "dout": 1, "lse": 0, "delta": 0, "sinks": 0, "alibi_slopes": -1})
+_KV_HEADS = _with_tangents({"k": -2, "v": -2, "k_cache": -2, "v_cache": -2, "k_scale": -1, "v_scale": -1})
 _HEADS = _QUERY_HEADS | _KV_HEADS
 _LARGE = ("q", "k_cache", "v_cache", "k", "v")  # the first of these that is sharded says how the call is split
 

@@ -63,15 +63,44 @@ def gradient(options):
     )
 
 
+def along_itself(options):
+    """The tangents of out and lse when every float moves along itself."""
+
+    def run(arrays):
+        floats = {name: arrays[name] for name in FLOATS}
+        return jax.jvp(lambda x: attend(options)(arrays | x), (floats,), (jax.tree.map(jnp.nan_to_num, floats),))[1]
+
+    return run
+
+
+def hessian_vector(options):
+    """Forward mode over reverse mode."""
+
+    def run(arrays):
+        floats = {name: jnp.nan_to_num(arrays[name]) for name in FLOATS}
+        return jax.jvp(lambda x: gradient(options)(arrays | x), (floats,), (floats,))[1]
+
+    return run
+
+
+def reverse_twice(options):
+    def run(arrays):
+        floats = {name: jnp.nan_to_num(arrays[name]) for name in FLOATS}
+        return jax.grad(lambda x: sum(jnp.sin(g).sum() for g in gradient(options)(arrays | x).values()))(floats)
+
+    return run
+
+
 def scalar(results):
     out, lse = results
     return (out * jnp.cos(out)).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
-def check(actual, expected):
+def check(actual, expected, tolerance=1e-5):
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         largest = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
-        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-5, atol=1e-5 * largest)
+        x, y = (np.asarray(z, np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)
 
 
 def run(call, *args):
@@ -182,6 +211,22 @@ def test_heads_that_are_split_in_themselves(derive):
     call = loss if derive is attend else jax.grad(loss)
     actual, _ = run(call, put(w, mesh(8), {name: P(None, "x") for name in w}), x)
     check(actual, call(w, x))
+
+
+@pytest.mark.parametrize(
+    "derive, kind, num_kv_heads",
+    [
+        (along_itself, AxisType.Explicit, 4),
+        (hessian_vector, AxisType.Explicit, 4),
+        (reverse_twice, AxisType.Auto, 1),
+    ],
+)
+def test_other_derivatives(derive, kind, num_kv_heads):
+    arrays, options = inputs(8, num_kv_heads)
+    specs = PACKED if num_kv_heads > 1 else {name: PACKED[name] for name in ("q", "sinks")}
+    actual, collectives = run(derive(options), put(arrays, mesh(4, kind=kind), specs))
+    check(actual, jax.jit(derive(options))(arrays), 1e-4)
+    assert "all-gather" not in collectives
 
 
 def test_only_the_keys_are_sharded():
@@ -404,6 +449,23 @@ def test_gradient_inside_shard_map_unchecked():
     check(jax.jit(mapped)(*args), jax.grad(loss_of_both, (1, 2, 3))(*args))
 
 
+def hessian_vector_of(loss):
+    return lambda *args: jax.jvp(lambda *x: jax.grad(loss, (0, 1, 2, 3))(*x, args[4]), args[:4], args[:4])[1]
+
+
+def reverse_twice_of(loss):
+    sines = lambda *args: sum(jnp.sin(x).sum() for x in jax.grad(loss, (0, 1, 2, 3))(*args))
+    return jax.grad(sines, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("second, check_vma", [(hessian_vector_of, True), (reverse_twice_of, False)])
+def test_second_derivatives_of_shard_map(second, check_vma):
+    args = batches(1)
+    total = lambda *args: jax.lax.psum(loss_of_a_batch(*args), ("x", "y"))
+    mapped = jax.shard_map(total, mesh=mesh(2, 2), in_specs=by_data_and_heads(1), out_specs=P(), check_vma=check_vma)
+    check(jax.jit(second(mapped))(*args), jax.jit(second(loss_of_both))(*args), 1e-4)
+
+
 def test_shard_map_of_one_axis():
     """What shard_map leaves to XLA is right, though gathered."""
     arrays, options = inputs()
@@ -414,5 +476,6 @@ def test_shard_map_of_one_axis():
 def test_every_operand_with_heads_is_known():
     """Of a new operand the rule must know whether it has heads."""
     names = {*primitives.OPERANDS, *primitives.BWD_OPERANDS, *primitives.FWD_RESULTS}
+    names |= {*primitives.TANGENT_OPERANDS, *primitives.TANGENT2_OPERANDS, *primitives.HESSIAN_OPERANDS}
     no_heads = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "softmax_scale"}
     assert names - partitioning._HEADS.keys() == no_heads

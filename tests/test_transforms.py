@@ -187,16 +187,6 @@ def test_a_wrong_call_reads_the_same_under_grad(f):
             gradient(lambda q: f(q).astype(jnp.float32).sum())(Q)
 
 
-def test_forward_mode_is_refused():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(loss, (Q,), (Q,))
-
-
-def test_a_second_derivative_is_refused():
-    with pytest.raises(NotImplementedError, match=r"differentiated once, in reverse mode \(jax.grad, jax.vjp\)"):
-        jax.grad(lambda q: jax.grad(loss)(q).astype(jnp.float32).sum())(Q)
-
-
 def test_no_gradient_is_asked_of_what_is_stopped():
     gradient = jax.grad(lambda x: x * jax.lax.stop_gradient(loss()))(1.0)
     np.testing.assert_allclose(gradient, loss(), rtol=1e-5)
