@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +85,14 @@ def check_cuda_is_built() -> None:
         raise NotImplementedError(
             "This build of jax_varlen has no CUDA kernels. Install it again with nvcc on the PATH and JAX_VARLEN_CUDA=ON."
         )
+
+
+def check_is_asked_for() -> bool:
+    """Whether JAX_VARLEN_CHECK is 1: on a GPU too, wrong values in offsets and block tables are errors."""
+    value = os.environ.get("JAX_VARLEN_CHECK", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"The environment variable JAX_VARLEN_CHECK must be 0 or 1, got {value!r}.")
+    return value == "1"
 
 
 @functools.cache

@@ -11,11 +11,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import kernels, packing, primitives, shapes
+from . import kernels, packing, partitioning, primitives, shapes
 
 OPERANDS = ("k_cache", "v_cache", "k", "v", "cu_seqlens", "seqused_k", "block_table", "k_scale", "v_scale")
 _SCALES = ("k_scale", "v_scale")
 APPEND_TARGET = "jax_varlen_append_v1"
+CHECK_TARGET = "jax_varlen_check_append_v1"
 
 append_p = Primitive("jax_varlen_append")
 append_p.multiple_results = True
@@ -76,6 +77,7 @@ def append_kv(
 def _append_abstract_eval(*avals, names):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_append_operands(ops)
+    partitioning.check_explicit(ops)
     return [ops["k_cache"], ops["v_cache"]]
 
 
@@ -89,7 +91,7 @@ def _lower(path: Callable) -> Callable:
         ops |= {name: jnp.broadcast_to(ops[name], num_kv_heads) for name in _SCALES if name in ops}
         return path(dict.fromkeys(OPERANDS) | ops)
 
-    return mlir.lower_fun(lower, multiple_results=True)
+    return partitioning.lower_fun(lower, ("k_cache", "v_cache"))
 
 
 def _scatter(ops: dict[str, Any]):
@@ -126,7 +128,16 @@ def _cpu(ops: dict[str, Any]):
 
 def _cuda(ops: dict[str, Any]):
     kernels.check_cuda_is_built()
-    return _cpu(ops)
+    return _cpu(_checked(ops))
+
+
+def _checked(ops: dict[str, Any]):
+    """With JAX_VARLEN_CHECK=1, cu_seqlens comes out of a call that fails where a token has no place in the pools."""
+    if not kernels.check_is_asked_for():
+        return ops
+    operands = [ops[name] for name in ("cu_seqlens", "seqused_k", "block_table", "k", "k_cache")]
+    struct = jax.ShapeDtypeStruct(ops["cu_seqlens"].shape, np.int32)
+    return ops | {"cu_seqlens": jax.ffi.ffi_call(CHECK_TARGET, struct, input_output_aliases={0: 0})(*operands)}
 
 
 def _present(x):

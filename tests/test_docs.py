@@ -12,7 +12,7 @@ import pytest
 import jax_varlen
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("training.md", "models.md", "serving.md", "context_parallel.md")
+PAGES = ("training.md", "models.md", "serving.md", "context_parallel.md", "parallel.md")
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 CU_SEQLENS = jnp.array([0, 5, 12])
 
