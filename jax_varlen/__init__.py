@@ -4,6 +4,7 @@ from . import reference as reference
 from .adapters import attention_fn as attention_fn
 from .adapters import dot_product_attention as dot_product_attention
 from .attention import varlen_attention as varlen_attention
+from .export import export_checks as export_checks
 from .kernels import info as info
 from .merge import merge_attention as merge_attention
 from .packing import cu_seqlens_from_lengths as cu_seqlens_from_lengths

@@ -80,7 +80,7 @@ def _append_abstract_eval(*avals, names):
     return [ops["k_cache"], ops["v_cache"]]
 
 
-append_p.def_impl(jax.jit(append_p.bind, static_argnames=("names",)))
+append_p.def_impl(primitives.compiled(append_p, ("names",)))
 
 
 def _lower(path: Callable) -> Callable:

@@ -9,7 +9,7 @@ import pytest
 from conftest import DTYPES
 from test_offsets import WRONG, attend, gradient
 
-from jax_varlen import append_kv, paged, primitives, varlen_attention
+from jax_varlen import append_kv, export_checks, varlen_attention
 
 POOL = jnp.zeros((5, 8, 2, 16), jnp.bfloat16)
 TABLE = jnp.array([[4, 1, 99], [0, 2, 3]], jnp.int32)
@@ -33,7 +33,10 @@ def append(seqused_k, table=TABLE, pool=POOL):
 
 
 CALLS = {
-    "length": (lambda: decode(jnp.array([8, 25])), r"a sequence has 0 to max_blocks \* block_size = 24 keys: seqused_k\[1\] is 25"),
+    "length": (
+        lambda: decode(jnp.array([8, 25])),
+        r"0 to max_blocks \* block_size = 24 keys: seqused_k\[1\] is 25",
+    ),
     "negative_length": (lambda: decode(jnp.array([-1, 9])), r"seqused_k must not be negative: seqused_k\[0\] is -1"),
     "block": (lambda: decode(jnp.array([17, 9])), r"ids of the 5 blocks of k and v: block_table\[0, 2\] is 99"),
     "full": (lambda: append(jnp.array([0, 24])), r"whose 3 blocks of 8 hold 24 of a sequence: seqused_k\[1\] is 24"),
@@ -71,8 +74,6 @@ def test_right_values_pass(qkv, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, call(), expected)
 
 
-TARGETS = (primitives.FWD_TARGET, primitives.BWD_TARGET, primitives.CHECK_TARGET, paged.APPEND_TARGET, paged.CHECK_TARGET)
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 LOWERED = {
     "forward": (lambda q, lengths: varlen_attention(q, q, q, lengths), "jax_varlen_check_v1", "jax_varlen_fwd_v1", 1),
     "gradient": (
@@ -94,7 +95,7 @@ LOWERED = {
 
 def lower(f):
     args = jnp.ones((8, 2, 16), jnp.bfloat16), jnp.array([0, 3, 8], jnp.int32)
-    return jax.export.export(jax.jit(f), platforms=("cuda",), disabled_checks=CHECKS)(*args).mlir_module()
+    return jax.export.export(jax.jit(f), platforms=("cuda",), disabled_checks=export_checks())(*args).mlir_module()
 
 
 @pytest.mark.parametrize("f, check, kernel, count", LOWERED.values(), ids=LOWERED)
