@@ -55,8 +55,8 @@ class Batch(NamedTuple):
         batch = cu_seqlens_q.shape[0] - 1
         if any(jax.export.is_symbolic_dim(n) for n in (total_q, total_k, batch)):
             raise NotImplementedError(
-                "Symbolic shapes take a kernel: on CPU, and for cuda with head_dim up to 256, where the call is differentiated by "
-                f"jax.grad alone, and once. Got q {q.shape}, k {k.shape} and cu_seqlens_q {cu_seqlens_q.shape}. Export the "
+                "Symbolic shapes take a kernel: on CPU, and for cuda with head_dim up to 256, with jax.grad alone of all "
+                f"derivatives, and once. Got q {q.shape}, k {k.shape} and cu_seqlens_q {cu_seqlens_q.shape}. Export the "
                 "function for sizes that are numbers."
             )
         # A bound that no pair of rows can reach is no bound, and the others add up in int32.
