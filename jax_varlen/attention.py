@@ -75,7 +75,10 @@ def varlen_attention(
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
     build or platform cannot do. Wrong values in offsets and block tables are errors on CPU, and at trace time for NumPy
     arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
-    arrays.
+    arrays; with the environment variable JAX_VARLEN_CHECK=1 they are errors there too.
+
+    `q`, `k`, `v` and `sinks` have derivatives in both modes, up to the second: `jax.grad` runs kernels alone, other modes run
+    plain JAX beside them.
 
     Under `jax.vmap` the examples become one packed batch and one call; where `softmax_scale`, `sinks`, `k_scale` or `v_scale`
     differ between them, a loop.

@@ -89,9 +89,13 @@ def _tangent_transpose(cotangents, *operands, names, **options):
 
 
 def rowsum(x, y):
-    """(num_heads, total_q) of two (total_q, num_heads, head_dim_v). NaN and Inf in y count for nothing where x is 0."""
-    y = jnp.where((x == 0) & ~jnp.isfinite(y), 0, y)
-    return (x.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1).T
+    """(num_heads, total_q) of two (total_q, num_heads, head_dim_v). NaN and Inf in y count for nothing where x is 0.
+
+    They are taken out before the product for its derivative's sake, and once more behind it, so that it is rounded by itself.
+    """
+    nothing = (x == 0) & ~jnp.isfinite(y)
+    product = x.astype(jnp.float32) * jnp.where(nothing, 0, y).astype(jnp.float32)
+    return jnp.where(nothing, 0, product).sum(-1).T
 
 
 def sinks_gradient(sinks, lse, delta):

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 import jaxlib.version
 import numpy as np
 
@@ -121,7 +122,7 @@ def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], bat
     (total_q, num_heads, _), (*_, num_kv_heads, head_dim_v) = q_shape, v_shape
     group_size = num_heads // num_kv_heads
     tiles = total_q * group_size // _CUDA_DECODE_ROWS + 2 * batch_and_1
-    rows = min(_CUDA_DECODE_ROWS, _CUDA_PARTS_OF_SHARE * total_q * group_size)
+    rows = jax.core.min_dim(_CUDA_DECODE_ROWS, _CUDA_PARTS_OF_SHARE * total_q * group_size)
     share_words = 2 * (_CUDA_PARTS_OF_SHARE + rows * (head_dim_v + 1))
     words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + _CUDA_MAX_SHARES * share_words
     (list_words,) = cuda_workspace(total_q, batch_and_1).shape

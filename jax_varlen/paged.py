@@ -48,8 +48,9 @@ def append_kv(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced. Tokens that do not fit (a position beyond
     `max_blocks * block_size`, a block outside the pool) are written nowhere: an error on CPU, which then writes nothing at all,
-    and at trace time for NumPy arrays; on a GPU they are left out. Two sequences whose new tokens go to the same place is a
-    mistake that is not found: either may win. `NotImplementedError` for gradients and `vmap`.
+    and at trace time for NumPy arrays; on a GPU they are left out, or with the environment variable JAX_VARLEN_CHECK=1 are an
+    error too. Two sequences whose new tokens go to the same place is a mistake that is not found: either may win.
+    `NotImplementedError` for gradients and `vmap`.
 
     !!! example
 
@@ -81,7 +82,7 @@ def _append_abstract_eval(*avals, names):
     return [ops["k_cache"], ops["v_cache"]]
 
 
-append_p.def_impl(jax.jit(append_p.bind, static_argnames=("names",)))
+append_p.def_impl(primitives.compiled(append_p, ("names",)))
 
 
 def _lower(path: Callable) -> Callable:

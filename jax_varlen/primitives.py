@@ -91,6 +91,17 @@ def _bind(primitive: Primitive, operands: tuple[str, ...], ops: dict[str, Any], 
     return tuple(primitive.bind(*(ops[name] for name in names), names=names, **options))
 
 
+def compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable:
+    """What an eager call runs. It compiles under `jax.disable_jit` too: `bind` alone would come back to here."""
+    call = jax.jit(primitive.bind, static_argnames=static)
+
+    def impl(*operands, **params):
+        with jax.disable_jit(False):
+            return call(*operands, **params)
+
+    return impl
+
+
 def same_varying(ops: dict[str, Any]) -> dict[str, Any]:
     """Inside `jax.shard_map`, all operands of a primitive vary over the same mesh axes.
 
@@ -147,7 +158,7 @@ def _hessian_abstract_eval(*avals, names, **options):
 
 _OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
 for _p in (fwd_p, bwd_p, tangent_p, tangent2_p, hessian_p):
-    _p.def_impl(jax.jit(_p.bind, static_argnames=_OPTIONS))
+    _p.def_impl(compiled(_p, _OPTIONS))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:

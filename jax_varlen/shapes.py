@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.export
 import numpy as np
 
 MAX_HEAD_DIM = 512
@@ -236,7 +237,7 @@ def check_folded(examples: Mapping[str, Any], size: int) -> None:
     """Raises ValueError where `jax.vmap` over `size` examples of the arrays needs an offset, or an id, beyond int32."""
     for name, x in examples.items():
         total = size * x.shape[0]
-        if total > _INT32_MAX:
+        if not jax.export.is_symbolic_dim(total) and total > _INT32_MAX:
             what = "blocks" if len(x.shape) == 4 else "rows"
             raise ValueError(
                 f"jax.vmap over {size} examples of {name} {x.shape} makes one array of {total} {what}, more than the "

@@ -163,6 +163,15 @@ def test_scan_over_layers():
         close(jax.jit(transform(layers))(Q), jax.jit(transform(looped))(Q), ulps=16)
 
 
+def test_vmap():
+    """The examples are one packed batch here too: bits may differ by how XLA orders the sums around the kernels."""
+    qs = jnp.stack([Q, -Q])
+    for f in (lambda q: jax.jvp(loss, (q,), (q,)), lambda q: jax.jvp(jax.grad(loss), (q,), (q,))[1]):
+        program = jax.jit(f)
+        expected = jax.tree.map(lambda *x: jnp.stack(x), *(program(q) for q in qs))
+        close(jax.jit(jax.vmap(f))(qs), expected, ulps=32)
+
+
 def test_jacobians():
     """`jax.jacfwd` is one call for all columns, by vmap, and `jax.hessian` of both modes: a small call, against reference."""
     rng = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from cases import Case
 from conftest import DTYPES
 from test_primitives import CHECKS, DTYPE
 
-from jax_varlen import primitives, varlen_attention
+from jax_varlen import varlen_attention
 
 CASE = Case("", "", (70, 0, 58), (64, 7, 57), 4, 2, 64, sinks="random", alibi="heads", options={"causal": True})
 (Q, K, V, CU_Q, CU_K), OPTIONS = CASE.inputs(DTYPE)
@@ -195,8 +195,7 @@ def test_no_gradient_is_asked_of_what_is_stopped():
 def _export(platform, dtype, head_dim=64, **options):
     (q, k, v, *offsets), _ = Case("", "", (40, 3), (50, 9), head_dim=head_dim).inputs(jnp.dtype(dtype))
     f = jax.jit(jax.grad(lambda q, k, v: varlen_attention(q, k, v, *offsets, **options).astype(jnp.float32).sum(), (0, 1, 2)))
-    checks = [*CHECKS, jax.export.DisabledSafetyCheck.custom_call(primitives.BWD_TARGET)]
-    return jax.export.export(f, platforms=(platform,), disabled_checks=checks)(q, k, v).mlir_module()
+    return jax.export.export(f, platforms=(platform,), disabled_checks=CHECKS)(q, k, v).mlir_module()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
