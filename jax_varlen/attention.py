@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import derivatives, primitives, shapes
+from . import derivatives, primitives, shapes, values
 
 
 def varlen_attention(
@@ -129,7 +129,7 @@ def varlen_attention(
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     ops |= {name: shapes.as_kv_scale(name, x, ops["k"]) for name, x in scales.items() if x is not None}
     left, right = shapes.window_bounds(window_size, causal)
-    shapes.check_values(ops)
+    values.check(ops)
     results = primitives.fwd(
         primitives.same_varying(ops),
         window_left=left,

@@ -22,7 +22,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from . import derivatives, primitives, shapes
+from . import derivatives, primitives, shapes, values
 from .merge import merge_attention
 from .packing import segment_ids
 
@@ -102,7 +102,8 @@ def context_parallel_attention(
         ops["alibi_slopes"] = shapes.as_slopes(alibi_slopes)
     if sinks is not None:
         ops["sinks"] = shapes.as_float32("sinks", sinks)
-    shapes.check_context_parallel(ops, size)
+    shapes.check_context_parallel(ops)
+    values.check_context_parallel(ops, size)
     total = size * ops["q"].shape[0]
     left, right = shapes.one_sided_window(shapes.window_bounds(window_size, causal), total, alibi="alibi_slopes" in ops)
     method = shapes.one_of("method", method, tuple(_METHODS))

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import kernels, packing, partitioning, primitives, shapes
+from . import kernels, packing, partitioning, primitives, shapes, values
 
 OPERANDS = ("k_cache", "v_cache", "k", "v", "cu_seqlens", "seqused_k", "block_table", "k_scale", "v_scale")
 _SCALES = ("k_scale", "v_scale")
@@ -67,7 +67,7 @@ def append_kv(
     ops["block_table"] = shapes.as_block_table(block_table)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     ops |= {name: shapes.as_float32(name, x) for name, x in scales.items() if x is not None}
-    shapes.check_append_values(ops)
+    values.check_append(ops)
     ops = primitives.same_varying(ops)
     names = tuple(name for name in OPERANDS if name in ops)
     k_cache, v_cache = append_p.bind(*(ops[name] for name in names), names=names)
