@@ -6,6 +6,7 @@
 #include <string>
 
 #include "append.h"
+#include "check.h"
 #include "dispatch.h"
 #include "ffi_args.h"
 
@@ -82,7 +83,72 @@ ffi::Error AppendHandler(ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache, ffi::An
   return Launched(Append(params, stream));
 }
 
-// The handlers launch kernels and do nothing else, so that XLA may capture them into a CUDA graph.
+ffi::Error Checked(cudaError_t error, const std::string& wrong) {
+  if (error != cudaSuccess)
+    return ffi::Error::Internal(std::string("The offsets could not be read: ") + cudaGetErrorString(error) + ".");
+  return wrong.empty() ? ffi::Error::Success() : ffi::Error::InvalidArgument(wrong);
+}
+
+bool IsAbsentOr(const Offsets& x, std::initializer_list<int64_t> dims) {
+  return x.element_count() == 0 || internal::Equal(x.dimensions(), dims);
+}
+
+// Of q and k the shapes alone are read. The result is cu_seqlens_q, so that the kernel waits for the check.
+ffi::Error CheckHandler(Offsets cu_seqlens_q, Offsets cu_seqlens_k, Offsets seqused_q, Offsets seqused_k, Offsets block_table,
+                        ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::Result<Offsets> result, cudaStream_t stream) {
+  const internal::Dims cu = cu_seqlens_q.dimensions(), dk = k.dimensions(), table = block_table.dimensions();
+  const int64_t batch = cu.size() == 1 ? cu[0] - 1 : -1, max_blocks = table.size() == 2 ? table[1] : 0;
+  const bool paged = dk.size() == 4;
+  if (batch < 0 || !IsAbsentOr(cu_seqlens_k, {batch + 1}) || !IsAbsentOr(seqused_q, {batch}) ||
+      !IsAbsentOr(seqused_k, {batch}) || (paged && !internal::Equal(table, {batch, max_blocks})) ||
+      q.dimensions().size() != 3 || (!paged && dk.size() != 3) || (paged && dk[1] < 1))
+    return ffi::Error::InvalidArgument("The offsets have shapes that do not belong together.");
+  if (result->untyped_data() != cu_seqlens_q.untyped_data())
+    return ffi::Error::Internal("The result must be aliased to cu_seqlens_q.");
+  FwdParams params{};
+  params.cu_seqlens_q = cu_seqlens_q.typed_data();
+  params.cu_seqlens_k = DataOrNull<int32_t>(cu_seqlens_k);
+  params.seqused_q = DataOrNull<int32_t>(seqused_q);
+  params.seqused_k = DataOrNull<int32_t>(seqused_k);
+  params.block_table = paged ? DataOrNull<int32_t>(block_table) : nullptr;
+  params.batch = batch;
+  params.total_q = q.dimensions()[0];
+  params.total_k = dk[0];
+  if (paged) {
+    params.num_blocks = dk[0];
+    params.block_size = dk[1];
+    params.max_blocks = max_blocks;
+  }
+  std::string wrong;
+  const cudaError_t error = CheckOnDevice(params, stream, &wrong);
+  return Checked(error, wrong);
+}
+
+// Of k and the pool the shapes alone are read. The result is cu_seqlens.
+ffi::Error CheckAppendHandler(Offsets cu_seqlens, Offsets seqused_k, Offsets block_table, ffi::AnyBuffer k, ffi::AnyBuffer pool,
+                              ffi::Result<Offsets> result, cudaStream_t stream) {
+  const internal::Dims cu = cu_seqlens.dimensions(), table = block_table.dimensions(), dpool = pool.dimensions();
+  const int64_t batch = cu.size() == 1 ? cu[0] - 1 : -1, max_blocks = table.size() == 2 ? table[1] : 0;
+  if (batch < 0 || !internal::Equal(seqused_k.dimensions(), {batch}) || !internal::Equal(table, {batch, max_blocks}) ||
+      k.dimensions().size() != 3 || dpool.size() != 4 || dpool[1] < 1)
+    return ffi::Error::InvalidArgument("The offsets have shapes that do not belong together.");
+  if (result->untyped_data() != cu_seqlens.untyped_data())
+    return ffi::Error::Internal("The result must be aliased to cu_seqlens.");
+  AppendParams params{};
+  params.cu_seqlens = cu_seqlens.typed_data();
+  params.seqused_k = DataOrNull<int32_t>(seqused_k);
+  params.block_table = DataOrNull<int32_t>(block_table);
+  params.total = k.dimensions()[0];
+  params.batch = batch;
+  params.num_blocks = dpool[0];
+  params.block_size = dpool[1];
+  params.max_blocks = max_blocks;
+  std::string wrong;
+  const cudaError_t error = CheckOnDevice(params, stream, &wrong);
+  return Checked(error, wrong);
+}
+
+// These launch kernels and do nothing else, so that XLA may capture them into a CUDA graph.
 XLA_FFI_DEFINE_HANDLER(fwd, FwdHandler, BindFwdArgs().Ret<Offsets>().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
@@ -94,11 +160,36 @@ XLA_FFI_DEFINE_HANDLER(
 XLA_FFI_DEFINE_HANDLER(append, AppendHandler, BindAppendArgs().Ctx<ffi::PlatformStream<cudaStream_t>>(),
                        {ffi::Traits::kCmdBufferCompatible});
 
+// These read device memory on the host, so that no graph may hold them.
+XLA_FFI_DEFINE_HANDLER(check, CheckHandler,
+                       ffi::Ffi::Bind()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<Offsets>()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>());
+
+XLA_FFI_DEFINE_HANDLER(check_append, CheckAppendHandler,
+                       ffi::Ffi::Bind()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<Offsets>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .Ret<Offsets>()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>());
+
 nb::dict Registrations() {
   nb::dict registrations;
   registrations["jax_varlen_fwd_v1"] = nb::capsule(reinterpret_cast<void*>(fwd));
   registrations["jax_varlen_bwd_v1"] = nb::capsule(reinterpret_cast<void*>(bwd));
   registrations["jax_varlen_append_v1"] = nb::capsule(reinterpret_cast<void*>(append));
+  registrations["jax_varlen_check_v1"] = nb::capsule(reinterpret_cast<void*>(check));
+  registrations["jax_varlen_check_append_v1"] = nb::capsule(reinterpret_cast<void*>(check_append));
   return registrations;
 }
 

@@ -7,6 +7,7 @@ from .attention import varlen_attention as varlen_attention
 from .context_parallel import context_parallel_attention as context_parallel_attention
 from .context_parallel import stripe as stripe
 from .context_parallel import unstripe as unstripe
+from .export import export_checks as export_checks
 from .kernels import info as info
 from .merge import merge_attention as merge_attention
 from .packing import cu_seqlens_from_lengths as cu_seqlens_from_lengths

@@ -1,16 +1,10 @@
-"""The public function and its derivative."""
+"""The public function."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-
-from . import primitives, shapes
+from . import derivatives, primitives, shapes, values
 
 
 def varlen_attention(
@@ -81,10 +75,16 @@ def varlen_attention(
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced; `NotImplementedError` for a right one that this
     build or platform cannot do. Wrong values in offsets and block tables are errors on CPU, and at trace time for NumPy
     arrays; on a GPU they are clamped, or make every row nobody's where offsets fall, and never read or write outside the
-    arrays.
+    arrays; with the environment variable JAX_VARLEN_CHECK=1 they are errors there too.
+
+    `q`, `k`, `v` and `sinks` have derivatives in both modes, up to the second: `jax.grad` runs kernels alone, other modes run
+    plain JAX beside them.
 
     Under `jax.vmap` the examples become one packed batch and one call; where `softmax_scale`, `sinks`, `k_scale` or `v_scale`
     differ between them, a loop.
+
+    Under `jax.jit` arrays that are sharded over heads stay so. Other axes are gathered, with a warning; on a mesh with explicit
+    axes they are an error.
 
     No argument depends on the longest length, so nothing is compiled again when lengths change. Algorithm: online softmax in
     tiles (Dao, FlashAttention-2, arXiv:2307.08691); ALiBi: Press et al., arXiv:2108.12409; sinks: Xiao et al.,
@@ -129,79 +129,15 @@ def varlen_attention(
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     ops |= {name: shapes.as_kv_scale(name, x, ops["k"]) for name, x in scales.items() if x is not None}
     left, right = shapes.window_bounds(window_size, causal)
-    options = Options(left, right, shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic))
-    shapes.check_values(ops)
-    results: Any = _attention(options, primitives.same_varying(ops))
+    values.check(ops)
+    results = primitives.fwd(
+        primitives.same_varying(ops),
+        window_left=left,
+        window_right=right,
+        softcap=shapes.softcap_value(softcap),
+        deterministic=shapes.flag("deterministic", deterministic),
+    )
     return results if shapes.flag("return_lse", return_lse) else results[0]
 
 
-class Options(NamedTuple):
-    """What is fixed when a call is traced."""
-
-    window_left: int
-    window_right: int
-    softcap: float
-    deterministic: bool
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, ops: dict[str, jax.Array]):
-    return primitives.fwd(ops, **options._asdict())
-
-
-def _attention_fwd(options: Options, ops):
-    refuse_gradients(ops)
-    if "block_table" in ops and any(x.perturbed for x in ops.values()):
-        raise NotImplementedError(
-            "With block_table varlen_attention has no gradient: a paged KV cache serves the forward pass alone. Give packed k "
-            "and v, or stop the gradient: jax.lax.stop_gradient(q), and so on."
-        )
-    ops = {name: x.value for name, x in ops.items()}
-    out, lse = primitives.fwd(ops, **options._asdict())
-    out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
-    return (out, lse), (ops, out, lse)
-
-
-def refuse_gradients(ops) -> None:
-    """Raises NotImplementedError where one is asked of an operand that has none."""
-    for name, advice in _NO_GRADIENT.items():
-        if name in ops and ops[name].perturbed:
-            raise NotImplementedError(f"{name} has no gradient. {advice}")
-
-
-_NO_GRADIENT = {
-    "alibi_slopes": "Slopes are constants of the model: alibi_slopes=jax.lax.stop_gradient(slopes).",
-    "softmax_scale": "Put a learnt scale into q: varlen_attention(q * scale, ..., softmax_scale=1.0).",
-}
-
-
-def _attention_bwd(options: Options, residuals, cotangents):
-    ops, out, lse = residuals
-    dout, delta = dout_and_delta(out, *cotangents)
-    grads = primitives.bwd(ops | {"dout": dout, "lse": lse, "delta": delta}, **options._asdict())
-    return (cotangents_of(ops, grads, lse, delta),)
-
-
-def dout_and_delta(out, dout, dlse):
-    """What the backward primitive takes of the cotangents of out and lse, where one that is not there is symbolic."""
-    dout = jnp.zeros(out.shape, out.dtype) if isinstance(dout, SymbolicZero) else dout
-    # A row that sees no key has out 0 and gives nothing, whatever its cotangent is: kernels leave such rows out by their place.
-    delta = jnp.where(out == 0, 0, dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).T
-    return dout, delta if isinstance(dlse, SymbolicZero) else delta - dlse
-
-
-def cotangents_of(ops, grads, lse, delta) -> dict[str, Any]:
-    """By name, those of all operands, from the gradients of q, k and v."""
-    cotangents: dict[str, Any] = dict.fromkeys(ops)
-    cotangents |= zip(("q", "k", "v"), grads, strict=True)
-    if "sinks" in ops:
-        cotangents["sinks"] = _sinks_gradient(ops["sinks"], lse, delta)
-    return cotangents
-
-
-def _sinks_gradient(sinks, lse, delta):
-    """A sink is a logit whose value is zero: its dS is -P delta, P = exp(sink - lse). Rows of nobody have lse -inf."""
-    return -jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks[:, None] - lse) * delta).sum(1)
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+derivatives.register()

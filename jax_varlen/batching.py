@@ -17,9 +17,10 @@ from jax.interpreters import batching
 
 from . import shapes
 
-PER_CALL = ("softmax_scale", "sinks", "k_scale", "v_scale")  # a kernel has one for all sequences
-_ROWS = ("q", "k", "v", "dout", "lse", "delta")
-_HEADS_FIRST = ("lse", "delta")  # (num_heads, total_q)
+PER_CALL = ("softmax_scale", "sinks", "sinks_dot", "k_scale", "v_scale")  # a kernel has one for all sequences
+_QKV = ("q", "k", "v", "q_dot", "k_dot", "v_dot", "q_dot2", "k_dot2", "v_dot2")
+_HEADS_FIRST = ("lse", "delta", "lse_dot")  # (num_heads, total_q)
+_ROWS = (*_QKV, "out", "dout", *_HEADS_FIRST)
 
 
 def register(primitive: Primitive, call: Callable, axes: tuple[int, ...]) -> None:

@@ -1,4 +1,5 @@
-"""Both passes in plain JAX, tile by tile, for platforms and head dims that no kernel covers.
+"""The forward and the backward pass in plain JAX, tile by tile, for platforms and head dims that no kernel covers, and the
+forward derivative on every platform.
 
 Memory is linear in tokens, and the work is that of the tiles which the offsets ask for. In the comments of shapes, m are the
 rows of a tile of q, n the keys of a tile of keys, k the kv heads and g the query heads of one of them.
@@ -149,3 +150,83 @@ def _differentiate(tile: TileQ, rows, k, v, dk, dv, softcap: float):
         return dq, dk, dv
 
     return tile.for_each_tile_k(step, (jnp.zeros_like(q), dk, dv))
+
+
+def tangent(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    seqused_q: Array | None,
+    seqused_k: Array | None,
+    softmax_scale: Array,
+    alibi_slopes: Array | None,
+    lse: Array,
+    q_dot: Array | None,
+    k_dot: Array | None,
+    v_dot: Array | None,
+    *,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[Array, Array]:
+    """The sums over the keys of P v_dot + P s_dot v (total_q, num_heads, head_dim_v), and of P s_dot (num_heads, total_q).
+
+    Both in float32, where s_dot is the tangent of the logits and P = exp(s - lse). An absent tangent is zero.
+    """
+    (total_q, num_heads, _), (num_kv_heads, head_dim_v) = q.shape, v.shape[-2:]
+    out_dot = jnp.zeros_like(q, jnp.float32, shape=(total_q, num_heads, head_dim_v))
+    lse_dot = jnp.zeros_like(q, jnp.float32, shape=(total_q, num_heads))
+    if cu_seqlens_q.shape[0] > 1 and q.shape[0] and k.shape[0]:
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        batch = Batch.of(q, k, *offsets, alibi_slopes, window_left, window_right)
+        pairs = ((q, q_dot), (k, k_dot), (v, v_dot))
+        q_dot, k_dot, v_dot = (jnp.zeros_like(x) if x_dot is None else x_dot for x, x_dot in pairs)
+        lse = lse.T
+
+        def step(tile: TileQ, carry):
+            out_dot, lse_dot = carry
+            q_tile, q_dot_tile, lse_tile = (tile.read(x, num_kv_heads) for x in (q, q_dot, lse))
+            rows = (q_tile * softmax_scale, q_dot_tile * softmax_scale, lse_tile)
+            out_dot_tile, lse_dot_tile = _push_forward(tile, rows, k, v, k_dot, v_dot, softcap)
+            return tile.write(out_dot, out_dot_tile), tile.write(lse_dot, lse_dot_tile)
+
+        out_dot, lse_dot = batch.for_each_tile(step, (out_dot, lse_dot))
+    return out_dot, lse_dot.T
+
+
+def _push_forward(tile: TileQ, rows, k, v, k_dot, v_dot, softcap: float):
+    """The sums (m, k, g, head_dim_v) and (m, k, g) of the tile's rows: q and q_dot, scaled, and lse, all (m, k, g, ...)."""
+    q, q_dot, lse = rows
+    lse = jnp.moveaxis(lse, 0, 2)[..., None]  # (k, g, m, 1)
+    live = lse > -jnp.inf
+
+    def step(keys, carry):
+        out_dot, lse_dot = carry
+        k_tile, v_tile, k_dot_tile, v_dot_tile = (keys.read(x) for x in (k, v, k_dot, v_dot))
+        s, tanh = keys.logits(q, k_tile, softcap)
+        p = jnp.where(live, jnp.exp(s - lse), 0)
+        s_dot = _einsum("mkgd,nkd->kgmn", q_dot, k_tile) + _einsum("mkgd,nkd->kgmn", q, k_dot_tile)
+        if tanh is not None:
+            s_dot = s_dot * (1 - tanh * tanh)
+        p_dot = jnp.where(live & keys.seen[None, None], p * s_dot, 0)
+        out_dot = out_dot + _einsum("kgmn,nkd->mkgd", p_dot, v_tile) + _einsum("kgmn,nkd->mkgd", p, v_dot_tile)
+        return out_dot, lse_dot + jnp.moveaxis(p_dot.sum(-1), 2, 0)
+
+    zeros = (jnp.zeros_like(q, shape=(*q.shape[:3], v.shape[-1])), jnp.zeros_like(q, shape=q.shape[:3]))
+    return tile.for_each_tile_k(step, zeros)
+
+
+def tangent_of_results(out_dot: Array, lse_dot: Array, sinks: Array | None, sinks_dot: Array | None, out: Array, lse: Array):
+    """The tangents of out and lse from what `tangent` returns. A sink is a logit whose value is zero."""
+    if sinks is not None and sinks_dot is not None:
+        lse_dot = lse_dot + sinks_probability(sinks, lse) * sinks_dot[:, None]
+    lse_dot = jnp.where(lse == -jnp.inf, 0, lse_dot)  # so that no cotangent of a row of nobody goes further
+    out_dot = out_dot - lse_dot.T[..., None] * out.astype(jnp.float32)
+    return out_dot.astype(out.dtype), lse_dot
+
+
+def sinks_probability(sinks: Array, lse: Array) -> Array:
+    """P = exp(sink - lse), (num_heads, total_q); 0 in rows of nobody, whose lse is -inf."""
+    return jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse))

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-from . import attention, primitives, shapes
+from . import derivatives, primitives, shapes, values
 from .merge import merge_attention
 from .packing import segment_ids
 
@@ -101,11 +102,13 @@ def context_parallel_attention(
         ops["alibi_slopes"] = shapes.as_slopes(alibi_slopes)
     if sinks is not None:
         ops["sinks"] = shapes.as_float32("sinks", sinks)
-    shapes.check_context_parallel(ops, size)
+    shapes.check_context_parallel(ops)
+    values.check_context_parallel(ops, size)
     total = size * ops["q"].shape[0]
     left, right = shapes.one_sided_window(shapes.window_bounds(window_size, causal), total, alibi="alibi_slopes" in ops)
-    fixed = attention.Options(left, right, shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic))
-    options = Options(axis_name, size, shapes.one_of("method", method, tuple(_METHODS)), fixed)
+    method = shapes.one_of("method", method, tuple(_METHODS))
+    fixed = shapes.softcap_value(softcap), shapes.flag("deterministic", deterministic)
+    options = Options(axis_name, size, method, left, right, *fixed)
     results: Any = _compiled(options, primitives.same_varying(ops | {"index": jax.lax.axis_index(axis_name)}))
     return results if shapes.flag("return_lse", return_lse) else results[0]
 
@@ -144,7 +147,10 @@ class Options(NamedTuple):
     axis_name: Any
     size: int  # the number of devices
     method: str
-    fixed: attention.Options  # with the window in tokens of the whole batch
+    window_left: int  # in tokens of the whole batch, as window_right
+    window_right: int
+    softcap: float
+    deterministic: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,7 +169,7 @@ def _merged(options: Options, ops: dict[str, Array]) -> tuple[Array, Array]:
 
 
 def _attention_fwd(options: Options, ops):
-    attention.refuse_gradients(ops)
+    derivatives.refuse_gradients(name for name, x in ops.items() if x.perturbed)
     ops = {name: x.value for name, x in ops.items()}
     out, lse = _merged(options, ops)
     out, lse = checkpoint_name(out, "jax_varlen_out"), checkpoint_name(lse, "jax_varlen_lse")
@@ -172,7 +178,10 @@ def _attention_fwd(options: Options, ops):
 
 def _attention_bwd(options: Options, residuals, cotangents):
     ops, out, lse = residuals
-    dout, delta = attention.dout_and_delta(out, *cotangents)
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+    delta = derivatives.rowsum(out, dout)
+    delta = delta if isinstance(dlse, SymbolicZero) else delta - dlse
     method, dq = _METHODS[options.method], []
 
     def steps() -> Iterator[tuple[Array, Array]]:
@@ -183,8 +192,11 @@ def _attention_bwd(options: Options, residuals, cotangents):
             yield dk, dv
 
     dkv = method.home(options, ops["index"], steps())
-    grads = [x.astype(ops[name].dtype) for name, x in zip(("q", "k", "v"), (functools.reduce(jnp.add, dq), *dkv), strict=True)]
-    return (attention.cotangents_of(ops, grads, lse, delta),)
+    grads = zip(("q", "k", "v"), (functools.reduce(jnp.add, dq), *dkv), strict=True)
+    of_ops: dict[str, Any] = dict.fromkeys(ops) | {name: x.astype(ops[name].dtype) for name, x in grads}
+    if "sinks" in ops:
+        of_ops["sinks"] = derivatives.sinks_gradient(ops["sinks"], lse, delta)
+    return (of_ops,)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -223,14 +235,14 @@ class _Step(NamedTuple):
         return operands
 
     def _options(self) -> dict[str, Any]:
-        fixed = self.options.fixed
-        if fixed.window_left != shapes.UNBOUNDED:
-            fixed = fixed._replace(window_left=(fixed.window_left - self.t) // self.options.size)
-        return fixed._asdict()
+        options = {name: getattr(self.options, name) for name in ("window_left", "window_right", "softcap", "deterministic")}
+        if self.options.window_left != shapes.UNBOUNDED:
+            options["window_left"] = (self.options.window_left - self.t) // self.options.size
+        return options
 
     @property
     def _causal(self) -> bool:
-        return self.options.fixed.window_right == 0
+        return self.options.window_right == 0
 
     def _bias(self):
         """What ALiBi takes off every logit for the t tokens: a number, (num_heads, 1) or (num_heads, rows)."""
@@ -269,7 +281,7 @@ def _rows_before(token, size: int, device):
 
 def _steps(options: Options) -> int:
     """Behind those of a window, all steps are empty."""
-    left = options.fixed.window_left
+    left = options.window_left
     return options.size if left == shapes.UNBOUNDED else min(options.size, left + 1)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.core
 import jaxlib.version
 import numpy as np
 
@@ -85,6 +87,14 @@ def check_cuda_is_built() -> None:
         )
 
 
+def check_is_asked_for() -> bool:
+    """Whether JAX_VARLEN_CHECK is 1: on a GPU too, wrong values in offsets and block tables are errors."""
+    value = os.environ.get("JAX_VARLEN_CHECK", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"The environment variable JAX_VARLEN_CHECK must be 0 or 1, got {value!r}.")
+    return value == "1"
+
+
 @functools.cache
 def _has_gpu() -> bool:
     try:
@@ -110,7 +120,7 @@ def cuda_paged_workspace(q_shape: tuple[int, ...], v_shape: tuple[int, ...], bat
     (total_q, num_heads, _), (*_, num_kv_heads, head_dim_v) = q_shape, v_shape
     group_size = num_heads // num_kv_heads
     tiles = total_q * group_size // _CUDA_DECODE_ROWS + 2 * batch_and_1
-    rows = min(_CUDA_DECODE_ROWS, total_q * group_size)
+    rows = jax.core.min_dim(_CUDA_DECODE_ROWS, total_q * group_size)
     words = _CUDA_WORDS_PER_DECODE_TILE * (1 + tiles) + 2 * _CUDA_MAX_SHARES * (1 + rows * (head_dim_v + 1))
     (list_words,) = cuda_workspace(total_q, batch_and_1).shape
     return jax.ShapeDtypeStruct((list_words + words,), np.int32)

@@ -7,8 +7,11 @@ that are known raise a ValueError; traced ones cannot, and each function says wh
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import jax.core
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -179,6 +182,8 @@ def _offsets(cu_seqlens: ArrayLike) -> Array:
 
 
 def _size(name: str, x: int) -> int:
+    if jax.export.is_symbolic_dim(x):
+        return cast(int, x)
     if isinstance(x, jax.core.Tracer) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be a Python int, as it is a shape, got {type(x).__name__}.")
     if x < 0:

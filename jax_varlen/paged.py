@@ -11,11 +11,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from . import kernels, packing, primitives, shapes
+from . import kernels, packing, partitioning, primitives, shapes, values
 
 OPERANDS = ("k_cache", "v_cache", "k", "v", "cu_seqlens", "seqused_k", "block_table", "k_scale", "v_scale")
 _SCALES = ("k_scale", "v_scale")
 APPEND_TARGET = "jax_varlen_append_v1"
+CHECK_TARGET = "jax_varlen_check_append_v1"
 
 append_p = Primitive("jax_varlen_append")
 append_p.multiple_results = True
@@ -47,8 +48,9 @@ def append_kv(
 
     **Raises:** `ValueError` or `TypeError` for a wrong call, when it is traced. Tokens that do not fit (a position beyond
     `max_blocks * block_size`, a block outside the pool) are written nowhere: an error on CPU, which then writes nothing at all,
-    and at trace time for NumPy arrays; on a GPU they are left out. Two sequences whose new tokens go to the same place is a
-    mistake that is not found: either may win. `NotImplementedError` for gradients and `vmap`.
+    and at trace time for NumPy arrays; on a GPU they are left out, or with the environment variable JAX_VARLEN_CHECK=1 are an
+    error too. Two sequences whose new tokens go to the same place is a mistake that is not found: either may win.
+    `NotImplementedError` for gradients and `vmap`.
 
     !!! example
 
@@ -65,7 +67,7 @@ def append_kv(
     ops["block_table"] = shapes.as_block_table(block_table)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     ops |= {name: shapes.as_float32(name, x) for name, x in scales.items() if x is not None}
-    shapes.check_append_values(ops)
+    values.check_append(ops)
     ops = primitives.same_varying(ops)
     names = tuple(name for name in OPERANDS if name in ops)
     k_cache, v_cache = append_p.bind(*(ops[name] for name in names), names=names)
@@ -76,10 +78,11 @@ def append_kv(
 def _append_abstract_eval(*avals, names):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_append_operands(ops)
+    partitioning.check_explicit(ops)
     return [ops["k_cache"], ops["v_cache"]]
 
 
-append_p.def_impl(jax.jit(append_p.bind, static_argnames=("names",)))
+append_p.def_impl(primitives.compiled(append_p, ("names",)))
 
 
 def _lower(path: Callable) -> Callable:
@@ -89,7 +92,7 @@ def _lower(path: Callable) -> Callable:
         ops |= {name: jnp.broadcast_to(ops[name], num_kv_heads) for name in _SCALES if name in ops}
         return path(dict.fromkeys(OPERANDS) | ops)
 
-    return mlir.lower_fun(lower, multiple_results=True)
+    return partitioning.lower_fun(lower, ("k_cache", "v_cache"))
 
 
 def _scatter(ops: dict[str, Any]):
@@ -126,7 +129,16 @@ def _cpu(ops: dict[str, Any]):
 
 def _cuda(ops: dict[str, Any]):
     kernels.check_cuda_is_built()
-    return _cpu(ops)
+    return _cpu(_checked(ops))
+
+
+def _checked(ops: dict[str, Any]):
+    """With JAX_VARLEN_CHECK=1, cu_seqlens comes out of a call that fails where a token has no place in the pools."""
+    if not kernels.check_is_asked_for():
+        return ops
+    operands = [ops[name] for name in ("cu_seqlens", "seqused_k", "block_table", "k", "k_cache")]
+    struct = jax.ShapeDtypeStruct(ops["cu_seqlens"].shape, np.int32)
+    return ops | {"cu_seqlens": jax.ffi.ffi_call(CHECK_TARGET, struct, input_output_aliases={0: 0})(*operands)}
 
 
 def _present(x):

@@ -1,4 +1,4 @@
-"""The forward and the backward primitive: abstract evaluation, and what each lowers to on each platform.
+"""The primitives: abstract evaluation, and what each lowers to on each platform. `derivatives` has the rules between them.
 
 An absent option is an absent operand: `names` lists those that are there, in the order of `OPERANDS`.
 """
@@ -13,9 +13,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 
-from . import batching, blocked, kernels, shapes
+from . import batching, blocked, kernels, partitioning, shapes
 
 OPERANDS = (
     "q",
@@ -33,15 +33,29 @@ OPERANDS = (
     "v_scale",
 )
 FWD_ONLY = ("block_table", "sinks", "k_scale", "v_scale")
-BWD_OPERANDS = (*(name for name in OPERANDS if name not in FWD_ONLY), "dout", "lse", "delta")
+PACKED_OPERANDS = tuple(name for name in OPERANDS if name not in FWD_ONLY)
+BWD_OPERANDS = (*PACKED_OPERANDS, "dout", "lse", "delta")
+TANGENT_OPERANDS = (*PACKED_OPERANDS, "sinks", "out", "lse", "q_dot", "k_dot", "v_dot", "sinks_dot")
+TANGENT2_OPERANDS = (*PACKED_OPERANDS, "lse", "q_dot", "k_dot", "v_dot", "q_dot2", "k_dot2", "v_dot2")
+HESSIAN_OPERANDS = (*BWD_OPERANDS, "q_dot", "k_dot", "v_dot", "lse_dot")
+FWD_RESULTS = ("out", "lse")
+BWD_RESULTS = ("q", "k", "v")  # the gradient of each
 _INTEGERS = ("cu_seqlens_k", "seqused_q", "seqused_k", "block_table")  # of the operands that may be absent
 FWD_TARGET = "jax_varlen_fwd_v1"
 BWD_TARGET = "jax_varlen_bwd_v1"
+CHECK_TARGET = "jax_varlen_check_v1"
+_CHECKED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table")
 
 fwd_p = Primitive("jax_varlen_fwd")
 fwd_p.multiple_results = True
 bwd_p = Primitive("jax_varlen_bwd")
 bwd_p.multiple_results = True
+tangent_p = Primitive("jax_varlen_tangent")
+tangent_p.multiple_results = True
+tangent2_p = Primitive("jax_varlen_tangent2")
+tangent2_p.multiple_results = True
+hessian_p = Primitive("jax_varlen_hessian")
+hessian_p.multiple_results = True
 
 
 def fwd(ops: dict[str, Any], **options):
@@ -54,9 +68,38 @@ def bwd(ops: dict[str, Any], **options):
     return _bind(bwd_p, BWD_OPERANDS, ops, options)
 
 
+def tangent(ops: dict[str, Any], **options):
+    """The tangents of out and lse, linear in `q_dot`, `k_dot`, `v_dot` and `sinks_dot`; absent ones are zero.
+
+    Without `out`, the sums over the keys of P v_dot + P s_dot v, and of P s_dot, in float32.
+    """
+    return _bind(tangent_p, TANGENT_OPERANDS, ops, options)
+
+
+def tangent2(ops: dict[str, Any], **options):
+    """The tangents of `tangent` without `out`, linear in `q_dot2`, `k_dot2` and `v_dot2`; lse is a constant."""
+    return _bind(tangent2_p, TANGENT2_OPERANDS, ops, options)
+
+
+def hessian(ops: dict[str, Any], **options):
+    """The tangents of (dq, dk, dv), linear in `q_dot`, `k_dot`, `v_dot` and `lse_dot`; dout and delta are constants."""
+    return _bind(hessian_p, HESSIAN_OPERANDS, ops, options)
+
+
 def _bind(primitive: Primitive, operands: tuple[str, ...], ops: dict[str, Any], options: dict[str, Any]):
     names = tuple(name for name in operands if ops.get(name) is not None)
     return tuple(primitive.bind(*(ops[name] for name in names), names=names, **options))
+
+
+def compiled(primitive: Primitive, static: tuple[str, ...]) -> Callable:
+    """What an eager call runs. It compiles under `jax.disable_jit` too: `bind` alone would come back to here."""
+    call = jax.jit(primitive.bind, static_argnames=static)
+
+    def impl(*operands, **params):
+        with jax.disable_jit(False):
+            return call(*operands, **params)
+
+    return impl
 
 
 def same_varying(ops: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +123,9 @@ def _cast_varying(x, axes: frozenset):
 def _fwd_abstract_eval(*avals, names, window_left, window_right, softcap, deterministic):
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands(ops)
-    q, v = ops["q"], ops["v"]
-    return [_like(q, (*q.shape[:2], v.shape[-1]), q.dtype), _like(q, (q.shape[1], q.shape[0]), np.float32)]
+    partitioning.check_explicit(ops)
+    results = zip(FWD_RESULTS, _out_and_lse(ops["q"], ops["v"]), strict=True)
+    return [partitioning.result_aval(ops, name, x) for name, x in results]
 
 
 @bwd_p.def_abstract_eval
@@ -89,21 +133,32 @@ def _bwd_abstract_eval(*avals, names, window_left, window_right, softcap, determ
     ops = dict(zip(names, avals, strict=True))
     shapes.check_operands({name: x for name, x in ops.items() if name in OPERANDS})
     shapes.check_bwd_operands(ops)
-    return [_like(ops["q"], ops[name].shape, ops[name].dtype) for name in ("q", "k", "v")]
+    partitioning.check_explicit(ops)
+    return [partitioning.result_aval(ops, name, ops[name]) for name in BWD_RESULTS]
 
 
-def _like(aval, shape, dtype):
-    """An abstract value on the mesh of `aval`, with its manual axes."""
-    mesh = aval.sharding.mesh
-    if mesh.empty:
-        return jax.core.ShapedArray(shape, dtype)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=aval.manual_axis_type)
+def _tangent_abstract_eval(*avals, names, **options):
+    ops = dict(zip(names, avals, strict=True))
+    partitioning.check_explicit(ops)
+    out, lse = _out_and_lse(ops["q"], ops["v"])
+    out = out if "out" in ops else jax.ShapeDtypeStruct(out.shape, np.float32)
+    return [partitioning.result_aval(ops, name, x) for name, x in zip(FWD_RESULTS, (out, lse), strict=True)]
+
+
+tangent_p.def_abstract_eval(_tangent_abstract_eval)
+tangent2_p.def_abstract_eval(_tangent_abstract_eval)
+
+
+@hessian_p.def_abstract_eval
+def _hessian_abstract_eval(*avals, names, **options):
+    ops = dict(zip(names, avals, strict=True))
+    partitioning.check_explicit(ops)
+    return [partitioning.result_aval(ops, name, ops[name]) for name in BWD_RESULTS]
 
 
 _OPTIONS = ("names", "window_left", "window_right", "softcap", "deterministic")
-fwd_p.def_impl(jax.jit(fwd_p.bind, static_argnames=_OPTIONS))
-bwd_p.def_impl(jax.jit(bwd_p.bind, static_argnames=_OPTIONS))
+for _p in (fwd_p, bwd_p, tangent_p, tangent2_p, hessian_p):
+    _p.def_impl(compiled(_p, _OPTIONS))
 
 
 def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
@@ -116,12 +171,12 @@ def _fill_defaults(ops: dict[str, Any]) -> dict[str, Any]:
     return ops
 
 
-def _lower(path: Callable) -> Callable:
+def _lower(path: Callable, results: tuple[str, ...]) -> Callable:
     def lower(*operands, names, **options):
         ops = _fill_defaults(dict(zip(names, operands, strict=True)))
         return path(ops, **options)
 
-    return mlir.lower_fun(lower, multiple_results=True)
+    return partitioning.lower_fun(lower, results)
 
 
 def _blocked_fwd(ops, *, deterministic, **options):
@@ -132,6 +187,35 @@ def _blocked_fwd(ops, *, deterministic, **options):
 def _blocked_bwd(ops, *, deterministic, **options):
     del deterministic  # It always is.
     return blocked.bwd(**_without(ops, *FWD_ONLY), **options)
+
+
+def _blocked_tangent(ops, *, deterministic, **options):
+    del deterministic  # It always is.
+    ops = dict.fromkeys(TANGENT_OPERANDS) | ops
+    raw = blocked.tangent(**{name: ops[name] for name in _RAW}, **options)
+    return raw if ops["out"] is None else blocked.tangent_of_results(*raw, **{name: ops[name] for name in _OF_RESULTS})
+
+
+_OF_RESULTS = ("sinks", "sinks_dot", "out", "lse")
+_RAW = tuple(name for name in TANGENT_OPERANDS if name not in ("sinks", "sinks_dot", "out"))
+
+
+def _blocked_tangent2(ops, *, deterministic, **options):
+    ops = dict.fromkeys(TANGENT_OPERANDS) | ops
+    moving = {name: ops.pop(f"{name}_dot2", None) for name in ("q", "k", "v")}
+    raw = lambda moved: _blocked_tangent(ops | moved, deterministic=deterministic, **options)
+    return _push_forward(raw, ops, moving)
+
+
+def _blocked_hessian(ops, *, deterministic, **options):
+    moving = {name: ops.pop(f"{name}_dot", None) for name in ("q", "k", "v", "lse")}
+    return _push_forward(lambda moved: _blocked_bwd(ops | moved, deterministic=deterministic, **options), ops, moving)
+
+
+def _push_forward(f: Callable, ops, tangents):
+    """The tangents of `f`, a function of the operands that have one."""
+    tangents = {name: x for name, x in tangents.items() if x is not None}
+    return jax.jvp(f, ({name: ops[name] for name in tangents},), (tangents,))[1]
 
 
 def _without(ops, *names):
@@ -151,6 +235,7 @@ def _cpu_bwd(ops, *, deterministic, **options):
 
 def _cuda_fwd(ops, **options):
     kernels.check_cuda(ops["q"].dtype)
+    ops = _checked(ops)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_fwd(ops, **options)
     head_dim_v = ops["v"].shape[-1]
@@ -169,6 +254,7 @@ def _cuda_fwd(ops, **options):
 def _cuda_bwd(ops, *, deterministic, **options):
     """dq is accumulated in float32, in an array of zeros, and rounded at the end."""
     kernels.check_cuda(ops["q"].dtype)
+    ops = _checked(ops)
     if _head_dim(ops) > kernels.CUDA_MAX_HEAD_DIM:
         return _blocked_bwd(ops, deterministic=deterministic, **options)
     head_dim, head_dim_v = ops["q"].shape[-1], ops["v"].shape[-1]
@@ -183,6 +269,18 @@ def _cuda_bwd(ops, *, deterministic, **options):
     dq, dk, dv, *_ = _ffi_call(BWD_TARGET, results, operands, options, input_output_aliases=aliases)
     dq = (dq * ops["softmax_scale"]).astype(q.dtype)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
+
+
+def _checked(ops):
+    """With JAX_VARLEN_CHECK=1, cu_seqlens_q comes out of a call that looks into all offsets, lengths and block ids.
+
+    It waits for the device, and fails where the CPU kernel would fail.
+    """
+    if not kernels.check_is_asked_for():
+        return ops
+    operands = [*(_present(name, ops[name]) for name in _CHECKED), ops["q"], ops["k"]]
+    check = jax.ffi.ffi_call(CHECK_TARGET, _struct(ops["cu_seqlens_q"]), input_output_aliases={0: 0})
+    return ops | {"cu_seqlens_q": check(*operands)}
 
 
 def _head_dim(ops) -> int:
@@ -237,22 +335,19 @@ def _ffi_call(target: str, results, operands, options, input_output_aliases=None
     )
 
 
-mlir.register_lowering(fwd_p, _lower(_blocked_fwd))
-mlir.register_lowering(fwd_p, _lower(_cpu_fwd), platform="cpu")
-mlir.register_lowering(fwd_p, _lower(_cuda_fwd), platform="cuda")
-mlir.register_lowering(bwd_p, _lower(_blocked_bwd))
-mlir.register_lowering(bwd_p, _lower(_cpu_bwd), platform="cpu")
-mlir.register_lowering(bwd_p, _lower(_cuda_bwd), platform="cuda")
+mlir.register_lowering(fwd_p, _lower(_blocked_fwd, FWD_RESULTS))
+mlir.register_lowering(fwd_p, _lower(_cpu_fwd, FWD_RESULTS), platform="cpu")
+mlir.register_lowering(fwd_p, _lower(_cuda_fwd, FWD_RESULTS), platform="cuda")
+mlir.register_lowering(bwd_p, _lower(_blocked_bwd, BWD_RESULTS))
+mlir.register_lowering(bwd_p, _lower(_cpu_bwd, BWD_RESULTS), platform="cpu")
+mlir.register_lowering(bwd_p, _lower(_cuda_bwd, BWD_RESULTS), platform="cuda")
 
+mlir.register_lowering(tangent_p, _lower(_blocked_tangent, FWD_RESULTS))
+mlir.register_lowering(tangent2_p, _lower(_blocked_tangent2, FWD_RESULTS))
+mlir.register_lowering(hessian_p, _lower(_blocked_hessian, BWD_RESULTS))
 
-def _no_jvp(*_, **__):
-    raise NotImplementedError(
-        "varlen_attention can be differentiated once, in reverse mode (jax.grad, jax.vjp). "
-        "jax_varlen.reference.varlen_attention has higher derivatives, for small inputs."
-    )
-
-
-ad.primitive_jvps[fwd_p] = _no_jvp
-ad.primitive_jvps[bwd_p] = _no_jvp
 batching.register(fwd_p, fwd, (0, 1))
 batching.register(bwd_p, bwd, (0, 0, 0))
+batching.register(tangent_p, tangent, (0, 1))
+batching.register(tangent2_p, tangent2, (0, 1))
+batching.register(hessian_p, hessian, (0, 0, 0))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax import Array
 
@@ -52,6 +53,12 @@ class Batch(NamedTuple):
         (total_q, num_heads, _), num_kv_heads = q.shape, k.shape[-2]
         total_k = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
         batch = cu_seqlens_q.shape[0] - 1
+        if any(jax.export.is_symbolic_dim(n) for n in (total_q, total_k, batch)):
+            raise NotImplementedError(
+                "Symbolic shapes take a kernel: on CPU, and for cuda with head_dim up to 256, with jax.grad alone of all "
+                f"derivatives, and once. Got q {q.shape}, k {k.shape} and cu_seqlens_q {cu_seqlens_q.shape}. Export the "
+                "function for sizes that are numbers."
+            )
         # A bound that no pair of rows can reach is no bound, and the others add up in int32.
         left = None if window_left == -1 or window_left >= total_k else window_left
         right = None if window_right == -1 or window_right >= total_q else window_right

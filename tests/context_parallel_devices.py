@@ -102,6 +102,33 @@ def check_gradient_inside(mesh):
             np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
+def check_second_derivative(mesh):
+    """Reverse mode twice, through both results, against one device."""
+    n = mesh.size
+    (q, k, v, cu_seqlens), _ = Case("", "", (9, 0, 12), gap=1, tail=2, head_dim=8).inputs(np.dtype("float32"))
+    arrays = *(np.nan_to_num(x) for x in (q, k, v)), np.float32([0.5, -0.5, 0.0, 1.0])
+
+    def ring(q, k, v, sinks):
+        def attend(q, k, v, sinks, *_):
+            return jv.context_parallel_attention(q, k, v, cu_seqlens, axis_name="x", sinks=sinks, **options)
+
+        out, lse = sharded(mesh, attend)(*(jv.stripe(x, n) for x in (q, k, v)), sinks, None, None)
+        return jv.unstripe(out, n), jv.unstripe(lse, n, axis=1)
+
+    def second(attend):
+        def loss(*arrays):
+            out, lse = attend(*arrays)
+            return (out * jnp.cos(out)).sum() + jnp.sin(jnp.where(lse == -jnp.inf, 0, lse)).sum()
+
+        sines = lambda *arrays: sum(jnp.sin(x).sum() for x in jax.grad(loss, (0, 1, 2, 3))(*arrays))
+        return jax.jit(jax.grad(sines, (0, 1, 2, 3)))(*arrays)
+
+    options = {"causal": True, "return_lse": True}
+    whole = lambda q, k, v, sinks: jv.varlen_attention(q, k, v, cu_seqlens, sinks=sinks, **options)
+    for actual, expected in zip(second(ring), second(whole), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+
+
 def check_two_axes():
     """Tokens over both axes of a mesh, and heads or batches over a third: others take no part."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -128,7 +155,9 @@ def main(n):
             error.add_note(f"{case.name}, {dtype}, {method}, check_vma={check_vma}, {n} devices")
             raise
     check_gradient_inside(mesh)
-    if n == 4:
+    if n == 2:
+        check_second_derivative(mesh)
+    else:
         check_two_axes()
 
 

@@ -158,4 +158,4 @@ def _assert_close(name, actual, expected, rounded, dtype, factor, floor):
 
 def eps(dtype) -> float:
     """The unit in the last place of 1: bfloat16 is no NumPy type of its own, so np.finfo does not know it."""
-    return {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[np.dtype(dtype).name]
+    return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[np.dtype(dtype).name]

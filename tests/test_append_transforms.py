@@ -14,7 +14,7 @@ from oracle_append import E4M3
 from test_append import DTYPES, POOLS, append, append_in_place, inputs, same
 
 import jax_varlen as jv
-from jax_varlen import paged
+from jax_varlen import export_checks
 
 
 def on_device(arrays):
@@ -101,7 +101,7 @@ def test_one_trace_for_any_offsets():
     assert call._cache_size() == 1
 
 
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(paged.APPEND_TARGET)]
+CHECKS = export_checks()
 
 
 def export(platform, **options):

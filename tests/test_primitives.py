@@ -10,10 +10,10 @@ from cases import CASES, Case
 from conftest import DTYPES, PLATFORM
 from jax.sharding import PartitionSpec as P
 
-from jax_varlen import primitives, varlen_attention
+from jax_varlen import export_checks, varlen_attention
 
 DTYPE = jnp.dtype(DTYPES[0])
-CHECKS = [jax.export.DisabledSafetyCheck.custom_call(primitives.FWD_TARGET)]
+CHECKS = export_checks()
 EVERYTHING = next(case for case in CASES if case.name == "everything")
 
 

@@ -19,7 +19,8 @@ def test_kernels_of_small_devices_are_right():
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-k", "cases or head_dim or deterministic"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-k", "cases or head_dim or deterministic"]
     files = [str(TESTS / name) for name in ("test_fwd.py", "test_bwd.py")]
-    result = subprocess.run([*command, *files], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-P", "-m", "pytest", *options, *files]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -1,0 +1,17 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_calls_on_eight_devices():
+    """Devices are made when JAX starts: sharded_calls runs in a process of its own, on CPU.
+
+    Its programs run once: fast code would take longer to make.
+    """
+    file = Path(__file__).with_name("sharded_calls.py")
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    result = subprocess.run(command, env=environment, cwd=file.parents[1], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
