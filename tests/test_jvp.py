@@ -17,6 +17,7 @@ from jax_varlen import reference, varlen_attention
 EXTREME = ("far_below_zero", "masked_key_far_above", "softcap_saturated")
 CASES = [case for case in SELECTED if case.name not in EXTREME]
 HESSIANS = ("no_k_sinks", "no_sequence", "rows_without_keys", "sink_alone", "gap_and_tail", "causal_short_k", "everything")
+OTHER_ORDERS = ("no_sequence", "rows_without_keys", "everything")
 EVERYTHING = next(case for case in CASES if case.name == "everything")
 STEP = 1e-4
 OFFSETS, ONES = (CU_Q, CU_K), np.ones(3, np.int32)
@@ -85,14 +86,20 @@ def test_forward_mode(case, dtype):
         check(name, x, y, jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in HESSIANS], ids=str)
-def test_hessian_vector_products(case, second):
+@pytest.mark.parametrize(
+    "case, order",
+    [
+        *((case, "forward_over_reverse") for case in CASES if case.name in HESSIANS),
+        *((case, order) for case in CASES if case.name in OTHER_ORDERS for order in list(SECOND)[1:]),
+    ],
+    ids=str,
+)
+def test_hessian_vector_products(case, order):
     """The Hessian of a function that is linear in out and lse, which is symmetric: all orders give the same."""
     problem = Problem(case, DTYPE)
     dout, dlse = problem.cotangents
     expected = problem.derivative(lambda *args, **options: oracle_bwd.gradients(*args, **options, dout=dout, dlse=dlse).values)
-    actual = jax.jit(lambda: second(problem))()
+    actual = jax.jit(lambda: SECOND[order](problem))()
     for name, y in expected.items():
         check(name, actual[name], y, DTYPE)
 
@@ -111,7 +118,7 @@ def test_forward_over_forward():
 def test_a_third_derivative_is_refused():
     gradient = lambda f: lambda q: jax.grad(f)(q).astype(jnp.float32).sum()
     with pytest.raises(NotImplementedError, match=r"can be differentiated twice. jax_varlen.reference.varlen_attention has"):
-        gradient(gradient(gradient(loss)))(Q)
+        jax.eval_shape(gradient(gradient(gradient(loss))), Q)
 
 
 def test_linearize():
