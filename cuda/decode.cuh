@@ -8,7 +8,6 @@
 #include "decode.h"
 #include "decode_tile.cuh"
 #include "kv_product.cuh"
-#include "launch.h"
 #include "paged.cuh"
 #include "params.h"
 #include "sequence.cuh"
@@ -259,7 +258,6 @@ __global__ __launch_bounds__(Config::kThreads, kDecodeCtas) void decode_kernel(c
   __shared__ DecodeTile entry;
   __shared__ PoolRows<Config::kKeys> pool_rows[Config::kLookUps];
   const int share = blockIdx.x;
-  ptx::WaitForPrerequisites();
   const DecodeHead head = *list.head;
   if (share >= head.shares) return;
   const int64_t end = ShareBegin(head, share + 1);
@@ -301,7 +299,8 @@ cudaError_t LaunchDecodeAs(const FwdParams& params, const DecodeList& list, cons
   const auto kernel = decode_kernel<T, E, Config>;
   if (cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes))
     return error;
-  return LaunchDependent(kernel, partials.shares, Config::kThreads, Config::kSmemBytes, stream, params, list, partials);
+  kernel<<<partials.shares, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, partials);
+  return cudaGetLastError();
 }
 
 template <typename T, typename E>

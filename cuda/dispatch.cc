@@ -39,11 +39,11 @@ int64_t DecodeListWords(const FwdParams& params) {
   return kWordsPerDecodeTile * (1 + MaxDecodeTiles(params)) + kMaxArrived;
 }
 
-// The Hopper kernel takes what it can, unless JAX_VARLEN_CUDA_SM90 is 0: for comparison.
+// The Hopper kernel takes what it can where JAX_VARLEN_CUDA_SM90 is 1: docs/tuning.md says what it still lacks.
 bool IsForSm90(const FwdParams& params, const Device& device) {
   const char* choice = std::getenv("JAX_VARLEN_CUDA_SM90");
-  return device.major == 9 && device.smem_bytes >= kSm90SmemBytes && params.total_k > 0 && params.total_k <= INT_MAX &&
-         params.block_size % 8 == 0 && params.kv_dtype == params.dtype && (choice == nullptr || std::strcmp(choice, "0") != 0);
+  return choice != nullptr && std::strcmp(choice, "1") == 0 && device.major == 9 && device.smem_bytes >= kSm90SmemBytes &&
+         params.total_k > 0 && params.total_k <= INT_MAX && params.block_size % 8 == 0 && params.kv_dtype == params.dtype;
 }
 
 template <DType dtype>

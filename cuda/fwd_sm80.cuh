@@ -9,7 +9,6 @@
 
 #include "device.h"
 #include "fwd_store.cuh"
-#include "launch.h"
 #include "paged.cuh"
 #include "params.h"
 #include "schedule.h"
@@ -210,7 +209,6 @@ __global__ __launch_bounds__(Config::kThreads, Config::kMinCtas) void fwd_sm80_k
   extern __shared__ __align__(512) uint8_t smem[];  // rows of tiles are up to 512 bytes
   __shared__ Tile tile;  // in shared memory, as registers are scarce and the loop over the keys needs little of it
   __shared__ PoolRows<Config::kTileN> pool_rows[kPaged ? 2 : 1];
-  ptx::WaitForPrerequisites();
   // An item is a tile of one head, with the heads of a tile side by side: those of one group read the same keys.
   const int64_t items = *list.count * p.num_heads;
   for (int64_t item = blockIdx.x; item < items; item = NextItem<kPaged>(list, item)) {
@@ -247,8 +245,8 @@ cudaError_t LaunchFwdSm80As(const FwdParams& params, const FwdWorkspace& workspa
   if (error) return error;
   const int64_t items = MaxTiles(params.total_q, params.batch, Config::kTileM) * params.num_heads;
   const int64_t most = kPaged ? device.multiprocessors * Config::kMinCtas : kMaxGrid;
-  return LaunchDependent(kernel, static_cast<int>(items < most ? items : most), Config::kThreads, Config::kSmemBytes, stream,
-                         params, list);
+  kernel<<<static_cast<int>(items < most ? items : most), Config::kThreads, Config::kSmemBytes, stream>>>(params, list);
+  return cudaGetLastError();
 }
 
 template <typename T, bool kPaged>

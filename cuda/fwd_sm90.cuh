@@ -9,7 +9,6 @@
 #include <numeric>
 
 #include "device.h"
-#include "launch.h"
 #include "params.h"
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
@@ -585,7 +584,6 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
     ptx::FenceBarrierInit();
   }
   __syncthreads();
-  ptx::WaitForPrerequisites();
   if (threadIdx.x < 128) {
     ptx::LowerRegisters<Config::kProducerRegisters>();
     if (threadIdx.x < 32) Copy<Config, kPaged>(p, maps, smem, barriers, slots);
@@ -619,7 +617,8 @@ cudaError_t LaunchFwdSm90As(const FwdParams& params, const FwdWorkspace& workspa
   const auto kernel = fwd_sm90_kernel<T, Config, kPaged>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
   if (error) return error;
-  return LaunchDependent(kernel, device.multiprocessors, Config::kThreads, Config::kSmemBytes, stream, params, list, maps);
+  kernel<<<device.multiprocessors, Config::kThreads, Config::kSmemBytes, stream>>>(params, list, maps);
+  return cudaGetLastError();
 }
 
 template <typename T, bool kPaged>

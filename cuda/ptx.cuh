@@ -225,20 +225,6 @@ __device__ __forceinline__ int AddAcquireRelease(int* gmem, int x) {
   return before;
 }
 
-// The kernel that depends on this one may start: see LaunchDependent.
-__device__ __forceinline__ void LaunchDependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
-}
-
-// Waits until the kernel that this one depends on has ended and all that it wrote can be read.
-__device__ __forceinline__ void WaitForPrerequisites() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
-}
-
 // A barrier of `threads` threads; those that only arrive do not wait.
 __device__ __forceinline__ void BarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");

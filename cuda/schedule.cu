@@ -4,10 +4,6 @@
 // Tiles of one sequence that cost the same are listed in the order of their rows; other ties fall in any order. Later keys
 // never cost more than earlier ones, so that tiles of keys of one sequence start in their order: the backward kernel waits for
 // those before it.
-//
-// The kernel that follows may start at once, as it waits for this one; this one starts when all before it has ended, so that
-// nothing but the list is missing then.
-#include "ptx.cuh"
 #include "schedule.h"
 #include "sequence.cuh"
 
@@ -280,7 +276,6 @@ __device__ void ListDecode(const FwdParams& p, bool all, int step, int most_shar
 __global__ __launch_bounds__(kThreads) void schedule_kernel(const __grid_constant__ FwdParams p,
                                                             const __grid_constant__ Request request,
                                                             const __grid_constant__ WorkList list) {
-  ptx::LaunchDependents();
   ListLongestFirst(p, request, list);
 }
 
@@ -288,7 +283,6 @@ __global__ __launch_bounds__(kThreads) void paged_schedule_kernel(const __grid_c
                                                                   const __grid_constant__ Request request,
                                                                   const __grid_constant__ WorkList list, int step,
                                                                   int most_shares, const __grid_constant__ DecodeList decode) {
-  ptx::LaunchDependents();
   if (blockIdx.x == 0) {
     ListDecode(p, gridDim.x == 1, step, most_shares, decode);
   } else {
