@@ -31,8 +31,8 @@ def loss(q=Q, k=K, v=V, sinks=SINKS, slopes=SLOPES, **options):
 
 
 def close(actual, expected, ulps=4, dtype=None):
-    """But for how XLA orders the sums around the kernel, and what it rounds to `dtype` (by default that of the results) or keeps
-    in float32, which differ from program to program."""
+    """But for how XLA orders the sums around the kernel, and what it rounds to `dtype` (by default that of the results) or
+    keeps in float32, which differ from program to program."""
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert x.dtype == y.dtype
         tolerance = ulps * oracle.eps(dtype or y.dtype)
