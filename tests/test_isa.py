@@ -11,7 +11,7 @@ NAMES = ("generic", "avx2", "avx512", "avx512_bf16", "amx")
 PROGRAM = """
 import sys
 sys.path.insert(0, {tests!r})
-import jax.numpy as jnp, oracle, test_bwd, test_paged
+import jax.numpy as jnp, oracle, test_bwd, test_paged, test_paged_float8
 from cases import CASES, Case
 from pools import as_float8, paged
 from jax_varlen import info, varlen_attention
@@ -34,8 +34,8 @@ for dims in ((64, 64), (72, 40)):
 for rows in (1, 20):
     test_paged.test_the_keys_of_few_rows_are_divided(rows)
 for rows in (1, 40):
-    test_paged.test_every_float8_is_exact(rows, jnp.dtype("bfloat16"))
-    test_paged.test_every_float8_is_exact(rows, jnp.dtype("float32"))
+    test_paged_float8.test_every_float8_is_exact(rows, jnp.dtype("bfloat16"))
+    test_paged_float8.test_every_float8_is_exact(rows, jnp.dtype("float32"))
 """
 CHOSEN = ("everything", "gap_and_tail", "alibi_negative", "softcap_saturated", "skewed")
 
